@@ -1,0 +1,90 @@
+"""A request's state, taken out of its slot: to go back to, or to move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .block_store import BlockStore
+from .errors import StaleSlot
+from .request import RequestOptions
+
+__all__ = ["Checkpoint"]
+
+
+@dataclass
+class Checkpoint:
+    """What `DecodeState.checkpoint` took. Holds its blocks until `release`; a context manager.
+
+    Attributes:
+        row_bytes: [row_stride_bytes] uint8: the slot's row of the arena, tokens included.
+        options: of the request.
+        length: tokens absorbed.
+        limit: tokens at which the request's budget ends; 0 for a request without tokens.
+        fingerprint: of the layout it fits.
+        store: where the held blocks are; None once on the host, or without such layers.
+        held: blocks of K and V, shared with whoever uses them too.
+        block_bytes: [blocks, block_bytes] uint8 on the host, once `to_host` was called.
+    """
+
+    row_bytes: Tensor
+    options: RequestOptions
+    length: int
+    limit: int
+    fingerprint: str
+    store: BlockStore | None
+    held: list[int]
+    block_bytes: Tensor | None = None
+    released: bool = field(default=False, init=False)
+
+    def to_host(self) -> Checkpoint:
+        """Copy everything to host memory and give up the blocks; waits for the copies.
+
+        The result can be restored into another state of the same layout. Returns itself.
+        """
+        self._check()
+        if self.store is not None:
+            self.block_bytes = self.store.pool.arena[self.held].cpu()
+            self._drop()
+        self.row_bytes = self.row_bytes.cpu()
+        return self
+
+    def give_blocks(self, store: BlockStore, row: int) -> None:
+        """Give the slot `row` of `store` this checkpoint's K and V.
+
+        Raises:
+            BlocksExhausted: before anything is changed.
+        """
+        self._check()
+        tokens = max(self.limit - 1, self.length)
+        if self.store is store:
+            store.adopt(row, self.held, self.length, tokens)
+            return
+        source = self.block_bytes
+        if source is None and self.store is not None:
+            source = self.store.pool.arena[self.held]
+        store.reserve(row, tokens)
+        if source is not None:
+            for index, block in enumerate(store.blocks_of(row)[: len(source)]):
+                store.pool.arena[block].copy_(source[index])
+
+    def release(self) -> None:
+        """Give up the blocks; the checkpoint can't be restored any more. Harmless when repeated."""
+        self._drop()
+        self.released = True
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _drop(self) -> None:
+        if self.store is not None:
+            self.store.drop(self.held)
+        self.store, self.held = None, []
+
+    def _check(self) -> None:
+        if self.released:
+            raise StaleSlot("this checkpoint was released; take a new one")

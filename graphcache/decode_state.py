@@ -1,0 +1,571 @@
+"""All that requests own, in all layers, at fixed addresses: what a step reads and writes.
+
+A request's window rings, scalars, token history and sampling parameters are one row of one arena
+(`StatePool`); full-attention K and V lie in blocks outside it (`BlockStore`), as they grow with
+length. The host decides who is admitted; how long a request is, its next token and whether it has
+finished are kept on the device only, where steps read and write them.
+
+Device work of every method is in the order of the current stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import Batch
+from .block_store import BlockStore
+from .checkpoint import Checkpoint
+from .errors import ContextFull, InvalidRequest, LayoutMismatch, PrefillFailed, SchemaError
+from .kv_layer import KVLayer
+from .ops.advance import STOP_TOKENS, advance
+from .ops.begin_step import begin_step
+from .ops.sample import sample
+from .pool import Field, StatePool
+from .request import RequestOptions, check_tokens, draw_seed
+from .rings import check_rewind, rings_of
+from .schema import KVLayerSchema, LayerCacheSchema
+from .slots import NoSteps, SlotManager, StepClock
+from .state_cache import StateCachePool
+from .uploads import Uploads
+
+__all__ = ["DecodeState"]
+
+# What admission sets, in the order of the arena: one copy carries all of it.
+CONTROL = (
+    Field("len", (), torch.int32, reset=True),
+    Field("high", (), torch.int32, reset=True),
+    Field("floor", (), torch.int32, reset=True),
+    Field("done", (), torch.int32, reset=True),
+    Field("limit", (), torch.int32, reset=True),
+    Field("temperature", (), torch.float32, reset=True),
+    Field("top_k", (), torch.int32, reset=True),
+    Field("top_p", (), torch.float32, initial=1, reset=True),
+    Field("seed", (), torch.int64, reset=True),
+    Field("stop", (STOP_TOKENS,), torch.int32, initial=-1, reset=True),
+)
+
+
+@dataclass
+class _Row:
+    """What the host remembers of a request."""
+
+    options: RequestOptions
+    torn: bool = False
+
+
+class DecodeState:
+    """State of up to `max_requests` requests. S1 = max_requests + 1 rows, the last one scratch.
+
+    Args:
+        schemas: of the layers, in order.
+        max_requests: slots.
+        max_context: most tokens of a request, prompt and answer.
+        vocab_size: token ids lie below it.
+        device: of all state.
+        fields: what a model keeps by slot besides; set by `open(fields=)`, else at its initial.
+        block_tokens: tokens in a block of K and V.
+        kv_blocks: blocks of K and V; None for as many as `max_requests` full contexts take.
+        stop_tokens: ids that end an answer unless a request names its own.
+        clock: of the steps that run on this state.
+
+    Attributes:
+        pool: the arena; `pool[name]` is a field by slot.
+        blocks: K and V of the layers without a window; None where there are none.
+        layers: by index, what a layer's attention calls.
+        slots: who has which row.
+        len, high, floor, done, limit: [S1] int32, see the glossary in the README.
+        tokens: [S1, max_context] int32: each request's tokens; the pending one is
+            `tokens[slot, len]`.
+
+    Raises:
+        SchemaError, UnsupportedLayer: when the state can't be laid out.
+    """
+
+    def __init__(
+        self,
+        schemas: Sequence[KVLayerSchema | LayerCacheSchema],
+        *,
+        max_requests: int,
+        max_context: int,
+        vocab_size: int,
+        device: torch.device | str = "cuda",
+        fields: Iterable[Field] = (),
+        block_tokens: int = 64,
+        kv_blocks: int | None = None,
+        stop_tokens: Sequence[int] = (),
+        clock: StepClock | None = None,
+    ) -> None:
+        if max_context < 2:
+            raise SchemaError(
+                f"max_context must be at least 2, a prompt and an answer; got {max_context}"
+            )
+        if vocab_size < 1:
+            raise SchemaError(f"vocab_size must be at least 1, got {vocab_size}")
+        self.schemas = tuple(schemas)
+        self.max_requests = max_requests
+        self.max_context = max_context
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.stop_tokens = tuple(stop_tokens)
+        self.clock = clock or NoSteps()
+        self.slots = SlotManager(max_requests, self.clock)
+        self.rings = rings_of(self.schemas, max_context)
+        # Without a reset a recycled slot would keep what the earlier request had there.
+        self._model_fields = {field.name: replace(field, reset=True) for field in fields}
+        self._modulus = [s.swa_rows for s in self.schemas if isinstance(s, LayerCacheSchema)]
+        self.pool = StatePool(self._lay_out(), max_requests, self.device)
+        width = -(-max_context // block_tokens) if block_tokens > 0 else 0
+        self._uploads = Uploads(self.device, max(4096, 4 * max_context, 4 * width))
+        self.blocks = self._make_blocks(block_tokens, kv_blocks, width)
+
+        self.len = self.pool["len"]
+        self.high = self.pool["high"]
+        self.floor = self.pool["floor"]
+        self.done = self.pool["done"]
+        self.limit = self.pool["limit"]
+        self.tokens = self.pool["tokens"]
+        self._derived = self.pool["derived"] if self._modulus else None
+        self._modulus_on_device = (
+            torch.tensor(self._modulus, dtype=torch.int32, device=self.device)
+            if self._modulus
+            else None
+        )
+        self.layers = [self._make_layer(i, schema) for i, schema in enumerate(self.schemas)]
+        self._rows: dict[int, _Row] = {}
+
+    # --- inside a step ---------------------------------------------------------------------------
+
+    def begin(self, requested: Tensor, q_len: int = 1) -> Batch:
+        """The batch of a step: who takes part, where, and with which tokens. One node.
+
+        Args:
+            requested: [T] int32 rows asked for, -1 for padding.
+            q_len: tokens a row.
+        """
+        slots, positions, tokens = begin_step(requested, self.len, self.done, self.tokens, q_len)
+        return Batch(slots, positions, tokens, q_len, self)
+
+    def sample(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Draw a token for each row by its slot's parameters; the default sampler. Two nodes.
+
+        Args:
+            logits: [T, V], V >= vocab_size.
+            batch: whose logits these are.
+
+        Returns:
+            [T] int32, -1 at padding and where the logits are not finite.
+        """
+        return sample(
+            logits, batch.slots, batch.positions, self.pool["temperature"], self.pool["top_k"],
+            self.pool["top_p"], self.pool["seed"], self.vocab_size,
+        )  # fmt: skip
+
+    def advance(
+        self, sampled: Tensor, batch: Batch, requested: Tensor, accepted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Take the sampled tokens, move lengths on, finish who has finished. One node.
+
+        Args:
+            sampled: [T] int32.
+            batch: of the step.
+            requested: [T] int32, as given to `begin`.
+            accepted: [rows] int32, how many tokens of each row are taken; None for all.
+
+        Returns:
+            emitted [T] int32 (-1 where none), and reasons [rows] int32, `FinishReason`s.
+        """
+        return advance(
+            sampled, accepted, requested, batch.slots, batch.q_len, self.len, self.high,
+            self.done, self.tokens, self.limit, self.pool["stop"], self.vocab_size,
+            self._derived, self._modulus_on_device,
+        )  # fmt: skip
+
+    # --- a request's life ------------------------------------------------------------------------
+
+    def open(
+        self,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Iterable[int] | None = None,
+        fields: Mapping[str, object] | None = None,
+    ) -> int:
+        """Take a slot for a request without tokens yet, and return its handle.
+
+        Waits only when all free slots still rest from earlier steps.
+
+        Args:
+            max_tokens, temperature, top_k, top_p, seed: see `RequestOptions`.
+            stop: ids that end the answer; None for the model's.
+            fields: values for fields that the model declares.
+
+        Raises:
+            InvalidRequest: before a slot is taken.
+            SlotsExhausted: when every slot belongs to a request.
+        """
+        options = RequestOptions.checked(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            stop=self.stop_tokens if stop is None else stop, vocab_size=self.vocab_size,
+        )  # fmt: skip
+        values = self._check_fields(fields or {})
+        handle = self.slots.admit()
+        row = self.slots.row_of(handle)
+        self.pool.reset_row(row)
+        stop_row = np.full(STOP_TOKENS, -1, dtype=np.int32)
+        stop_row[: len(options.stop)] = options.stop
+        self._set(
+            row, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
+            seed=options.seed, stop=stop_row,
+        )  # fmt: skip
+        for name, value in values.items():
+            self._uploads.copy(self.pool[name][row], value)
+        self._rows[row] = _Row(options)
+        return handle
+
+    def append_tokens(
+        self, handle: int, tokens: Iterable[int], max_tokens: int | None = None
+    ) -> range:
+        """Put tokens behind those a slot has, and reserve what its answer may need.
+
+        Ends the slot's being done, and leaves it prefilling: the positions returned are to be
+        absorbed, then `complete_prefill` makes it live.
+
+        Args:
+            handle: of the slot.
+            tokens: at least one id.
+            max_tokens: most new tokens from here on; None for what the slot was opened with.
+
+        Returns:
+            Positions whose tokens are not absorbed yet, without the last token, which a step takes.
+
+        Raises:
+            InvalidRequest, ContextFull, BlocksExhausted, InvalidSlot, StaleSlot: before anything
+                is written.
+        """
+        row = self.slots.row_of(handle)
+        known = self._known(row, handle)
+        ids = check_tokens(tokens, self.vocab_size)
+        if not ids:
+            raise InvalidRequest("no tokens: give at least one, a step needs one to start from")
+        options = known.options
+        if max_tokens is not None:
+            options = RequestOptions.checked(
+                **{**vars(options), "max_tokens": max_tokens}, vocab_size=self.vocab_size
+            )
+        length, _, _, limit = self._read_lengths(row)
+        # Only a slot that had tokens has a limit, and with it a pending token.
+        present = length + 1 if limit else 0
+        total = present + len(ids)
+        if total >= self.max_context:
+            raise ContextFull(
+                f"{total} tokens leave no room for an answer in a context of {self.max_context}; "
+                "shorten the prompt, or make the runtime with a larger max_context"
+            )
+        budget = self.max_context if options.max_tokens is None else options.max_tokens
+        limit = min(total + budget, self.max_context)
+        if self.blocks is not None:
+            self.blocks.reserve(row, limit - 1)
+        self._uploads.copy(self.tokens[row, present:total], np.array(ids, dtype=np.int32))
+        self._set(row, done=0, limit=limit)
+        self.slots.mark_prefilling(row)
+        return range(length, total - 1)
+
+    def prefill_batch(self, handle: int, positions: range) -> Batch:
+        """The batch of a prefill chunk: one row of `len(positions)` tokens."""
+        row = self.slots.row_of(handle)
+        count = len(positions)
+        return Batch(
+            torch.full((count,), row, dtype=torch.int32, device=self.device),
+            torch.arange(
+                positions.start, positions.stop, dtype=torch.int32, device=self.device
+            ),
+            self.tokens[row, positions.start : positions.stop],
+            count,
+            self,
+            prefill=True,
+        )
+
+    def absorbed(self, handle: int, positions: range) -> None:
+        """Record that the tokens at `positions` are in the layers' state."""
+        row = self.slots.row_of(handle)
+        high = max(self._read_lengths(row)[1], positions.stop) if self.rings else positions.stop
+        self._set_length(row, positions.stop, high=high)
+
+    def complete_prefill(self, handle: int) -> None:
+        """Steps may take the slot from now on."""
+        self.slots.mark_live(self.slots.row_of(handle))
+
+    def mark_torn(self, handle: int) -> None:
+        """A prefill failed midway: some layers have absorbed what others have not."""
+        self._rows[self.slots.row_of(handle)].torn = True
+
+    def retire(self, handle: int) -> None:
+        """End a request. Its slot and blocks rest until the steps submitted so far are done.
+
+        Raises:
+            InvalidSlot, StaleSlot: for what is not a live handle.
+        """
+        row = self.slots.retire(handle)
+        del self._rows[row]
+        if self.blocks is not None:
+            self.blocks.release(row)
+
+    def fork(self, handle: int, seed: int | None = None) -> int:
+        """A second request that goes on from where this one is; returns its handle.
+
+        Waits for the steps submitted so far. Full blocks are shared, all else is copied.
+
+        Args:
+            handle: of the slot to copy.
+            seed: of the fork's draws; None for one of its own.
+
+        Raises:
+            SlotsExhausted, BlocksExhausted, InvalidSlot, StaleSlot, InvalidRequest: before
+                anything is written.
+        """
+        row = self.slots.row_of(handle)
+        known = self._known(row, handle)
+        options = RequestOptions.checked(
+            **{**vars(known.options), "seed": draw_seed() if seed is None else seed},
+            vocab_size=self.vocab_size,
+        )
+        length, _, _, limit = self._read_lengths(row)
+        forked = self.slots.admit()
+        target = self.slots.row_of(forked)
+        try:
+            if self.blocks is not None:
+                self.blocks.fork(row, target, length, max(limit - 1, 0))
+        except Exception:
+            self.slots.retire(forked)
+            raise
+        self.pool.copy_row(row, target)
+        self._set(target, seed=options.seed)
+        self._rows[target] = _Row(options)
+        if limit:
+            self.slots.mark_live(target)
+        return forked
+
+    def rewind(self, handle: int, length: int) -> None:
+        """Take a slot back to its first `length` absorbed tokens; the next one becomes pending.
+
+        Waits for the steps submitted so far. Clears nothing: what lies behind is overwritten.
+
+        Raises:
+            RewindTooFar: when rows that are needed have been overwritten, or `length` is not
+                behind the slot's present length.
+            BlocksExhausted, InvalidSlot, StaleSlot, InvalidRequest: like it, before anything is
+                written.
+        """
+        row = self.slots.row_of(handle)
+        self._known(row, handle)
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise InvalidRequest(f"a length is an int of at least 0, got {length!r}")
+        current, high, floor, limit = self._read_lengths(row)
+        if length > current or not limit:
+            raise InvalidRequest(
+                f"can't rewind to {length} tokens: slot {handle} has absorbed {current}"
+            )
+        check_rewind(length, high, floor, self.rings)
+        if self.blocks is not None:
+            self.blocks.rewind(row, length)
+        self._set(row, done=0)
+        self._set_length(row, length, high=high)
+
+    def checkpoint(self, handle: int) -> Checkpoint:
+        """All that a slot owns, kept until it is released; the slot goes on as before.
+
+        Waits for the steps submitted so far. Full blocks are shared, all else is copied.
+
+        Raises:
+            BlocksExhausted, InvalidSlot, StaleSlot.
+        """
+        row = self.slots.row_of(handle)
+        known = self._known(row, handle)
+        length, _, _, limit = self._read_lengths(row)
+        held = self.blocks.hold(row, length) if self.blocks is not None else []
+        return Checkpoint(
+            row_bytes=self.pool.arena[row].clone(),
+            options=known.options,
+            length=length,
+            limit=limit,
+            fingerprint=self.fingerprint,
+            store=self.blocks,
+            held=held,
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Admit a request in exactly the state of a checkpoint; returns its handle.
+
+        Raises:
+            LayoutMismatch: for a checkpoint of another layout.
+            SlotsExhausted, BlocksExhausted: before anything is written.
+        """
+        if checkpoint.fingerprint != self.fingerprint:
+            raise LayoutMismatch(
+                "the checkpoint is of another layout of state: schemas, fields, block_tokens and "
+                "max_context must be equal where it was taken and where it is restored"
+            )
+        handle = self.slots.admit()
+        row = self.slots.row_of(handle)
+        try:
+            if self.blocks is not None:
+                checkpoint.give_blocks(self.blocks, row)
+        except Exception:
+            self.slots.retire(handle)
+            raise
+        self.pool.arena[row].copy_(checkpoint.row_bytes)
+        self._rows[row] = _Row(checkpoint.options)
+        if checkpoint.limit:
+            self.slots.mark_live(row)
+        return handle
+
+    # --- accounts --------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where a checkpoint of one state can be restored into another."""
+        layout = (
+            self.pool.fingerprint,
+            self.schemas,
+            self.blocks and (self.blocks.pool.fingerprint, self.blocks.block_tokens),
+        )
+        return hashlib.sha256(repr(layout).encode()).hexdigest()
+
+    def memory_bytes(self) -> int:
+        """Bytes of arena, blocks and tables."""
+        blocks = self.blocks.memory_bytes() if self.blocks is not None else 0
+        return self.pool.memory_bytes() + blocks
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The allocations behind all state, whose addresses captured steps hold."""
+        tensors = {"state arena": self.pool.arena}
+        if self.blocks is not None:
+            tensors["K/V blocks"] = self.blocks.pool.arena
+            tensors["block tables"] = self.blocks.table
+        return tensors
+
+    def length_of(self, handle: int) -> int:
+        """Tokens that a slot has absorbed, after the steps submitted so far, which it waits for."""
+        return self._read_lengths(self.slots.row_of(handle))[0]
+
+    def tokens_of(self, handle: int) -> list[int]:
+        """All tokens of a slot, the pending one last; waits for the steps submitted so far."""
+        row = self.slots.row_of(handle)
+        length, _, _, limit = self._read_lengths(row)
+        tokens: list[int] = self.tokens[row, : length + 1].tolist() if limit else []
+        return tokens
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _lay_out(self) -> list[Field]:
+        fields = list(CONTROL)
+        if self._modulus:
+            fields.append(Field("derived", (len(self._modulus),), torch.int32, reset=True))
+        fields.extend(self._model_fields.values())
+        for index, schema in enumerate(self.schemas):
+            if isinstance(schema, LayerCacheSchema):
+                fields.extend(StateCachePool.fields(schema, f"layer{index}.", head=False))
+            elif schema.window is not None:
+                rows = schema.ring_rows(self.max_context)
+                for name, dim in (("k", schema.k_head_dim), ("v", schema.v_head_dim)):
+                    shape = (schema.kv_heads, rows, dim)
+                    fields.append(Field(f"layer{index}.{name}", shape, schema.dtype))
+        fields.append(Field("tokens", (self.max_context,), torch.int32))
+        return fields
+
+    def _make_blocks(
+        self, block_tokens: int, kv_blocks: int | None, width: int
+    ) -> BlockStore | None:
+        full = {
+            index: schema
+            for index, schema in enumerate(self.schemas)
+            if isinstance(schema, KVLayerSchema) and schema.window is None
+        }
+        if not full:
+            return None
+        return BlockStore(
+            full,
+            max_requests=self.max_requests,
+            max_context=self.max_context,
+            block_tokens=block_tokens,
+            num_blocks=self.max_requests * width if kv_blocks is None else kv_blocks,
+            device=self.device,
+            clock=self.clock,
+            uploads=self._uploads,
+        )
+
+    def _make_layer(
+        self, index: int, schema: KVLayerSchema | LayerCacheSchema
+    ) -> KVLayer | StateCachePool:
+        prefix = f"layer{index}."
+        if isinstance(schema, LayerCacheSchema):
+            assert self._derived is not None
+            column = sum(isinstance(s, LayerCacheSchema) for s in self.schemas[:index])
+            head = self._derived[:, column]
+            return StateCachePool(
+                schema, self.max_requests, pool=self.pool, prefix=prefix, swa_head=head
+            )
+        if schema.window is not None:
+            return KVLayer(schema, self.pool[f"{prefix}k"], self.pool[f"{prefix}v"], None)
+        assert self.blocks is not None
+        blocks = self.blocks.pool
+        return KVLayer(schema, blocks[f"{prefix}k"], blocks[f"{prefix}v"], self.blocks.table)
+
+    def _check_fields(self, fields: Mapping[str, object]) -> dict[str, np.ndarray]:
+        values = {}
+        for name, value in fields.items():
+            field = self._model_fields.get(name)
+            if field is None:
+                known = ", ".join(sorted(self._model_fields)) or "none"
+                raise InvalidRequest(f"the model declares no field {name!r}; it declares {known}")
+            try:
+                tensor = torch.as_tensor(value, dtype=field.dtype, device="cpu")
+                tensor = tensor.broadcast_to(field.shape).contiguous()
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InvalidRequest(
+                    f"field {name!r} takes {field.dtype} of shape {field.shape}: {error}"
+                ) from None
+            values[name] = tensor.view(-1).view(torch.uint8).numpy()
+        return values
+
+    def _known(self, row: int, handle: int) -> _Row:
+        known = self._rows[row]
+        if known.torn:
+            raise PrefillFailed(
+                f"a prefill of slot {handle} failed midway, so its layers disagree; retire it"
+            )
+        return known
+
+    def _read_lengths(self, row: int) -> tuple[int, int, int, int]:
+        """len, high, floor and limit, once the steps submitted so far have completed."""
+        self.clock.wait(self.clock.submitted)
+        end = self.pool.byte_range("limit")[1]
+        scalars = self.pool.arena[row, :end].view(torch.int32).tolist()
+        return scalars[0], scalars[1], scalars[2], scalars[4]
+
+    def _set(self, row: int, **values: object) -> None:
+        """Write control fields of a row that lie side by side, in one copy."""
+        names = list(values)
+        start = self.pool.byte_range(names[0])[0]
+        end = self.pool.byte_range(names[-1])[1]
+        packed = np.zeros(end - start, dtype=np.uint8)
+        for name, value in values.items():
+            first, past = self.pool.byte_range(name)
+            element = torch.as_tensor(value, dtype=self.pool.fields[name].dtype)
+            packed[first - start : past - start] = element.view(-1).view(torch.uint8).numpy()
+        self._uploads.copy(self.pool.arena[row, start:end], packed)
+
+    def _set_length(self, row: int, length: int, *, high: int) -> None:
+        self._set(row, len=length, high=high)
+        if self._derived is not None:
+            heads = np.array([length % modulus for modulus in self._modulus], dtype=np.int32)
+            self._uploads.copy(self._derived[row], heads)

@@ -1,0 +1,12 @@
+"""Decode steps written on the operations: models whose state is by slot.
+
+`transformers` is imported only when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from .contract import DecodeModel
+from .load import load_model
+from .text import TextStream
+
+__all__ = ["DecodeModel", "TextStream", "load_model"]

@@ -1,0 +1,247 @@
+"""Any served decoder of `transformers`, stepped on state that requests own.
+
+The modelling code stays theirs. It calls attention through an interface that takes functions by
+name; ours is registered there, and hands Q, K and V of a layer to the batch's state, which appends
+and attends. The tokens of all requests are packed into one row `[1, T]`, told apart by the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .. import scopes
+from ..batch import Batch
+from ..errors import UnsupportedModel
+from ..pool import Field
+from .families import Family, check_config, read_schemas
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TransformersDecoder"]
+
+ATTENTION = "graphcache"
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    graphcache_batch: Batch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of every layer: query [1, H, T, D], key and value [1, Hkv, T, D], rotated."""
+    if graphcache_batch is None:
+        # The model's owner runs it by themselves, `generate` for one: it works as before.
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return plain
+    layer: Any = graphcache_batch.state.layers[module.layer_idx]
+    attended: Tensor = layer.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        graphcache_batch,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=int(kwargs.get("sliding_window") or 0),
+        softcap=float(kwargs.get("softcap") or 0.0),
+        sinks=kwargs.get("s_aux"),
+    )
+    return attended.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class TransformersDecoder:
+    """A built `transformers` decoder as the runtime's model.
+
+    The model is taken as it is, where it is, and switched to this package's attention; by itself,
+    without a batch of ours, it runs as before. Nothing is copied.
+
+    Args:
+        model: of a kind in `families.FAMILIES`, with a language head, on one device in one dtype.
+        tokenizer: its tokenizer, if text is to be turned into ids and back.
+
+    Attributes:
+        model: the model given.
+        schemas: one for each layer; its dtype is the weights'.
+        fields: none.
+        vocab_size: rows of the vocabulary that are ids.
+        stop_tokens: ids that end an answer, from the generation config or the config.
+        max_context: most positions the model was made for.
+        device, dtype: of the weights.
+        tokenizer: the one given, or None.
+
+    Raises:
+        UnsupportedModel: naming the part that can't be served.
+    """
+
+    fields: tuple[Field, ...] = ()
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedModel(
+                f"expected a built transformers model, got {type(model).__name__}"
+            )
+        family = check_config(model.config)
+        self.device, self.dtype = _place_of(model)
+        self.schemas = read_schemas(model.config, self.dtype)
+        if model.get_output_embeddings() is None:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has no language head; build it with AutoModelForCausalLM"
+            )
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.vocab_size = int(model.config.vocab_size)
+        self.max_context = int(model.config.max_position_embeddings)
+        self.stop_tokens = _stop_tokens(model)
+        self._body: Any = model.base_model
+        # Four dims keep transformers from building a mask, which would read positions on the host.
+        self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+        _switch_attention(model)
+        _name_scopes(model, family)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as they are now: their addresses are in every capture."""
+        return {
+            **dict(self.model.named_parameters()),
+            **dict(self.model.named_buffers()),
+            "graphcache.no_mask": self._no_mask,
+        }
+
+    @torch.no_grad()
+    def prefill(self, batch: Batch) -> None:
+        """Absorb the batch's tokens into the state; no head.
+
+        Runs on the current stream without synchronizing. Writes K and V of every layer through
+        `batch.state`.
+        """
+        self._run(self._body, batch)
+
+    @torch.no_grad()
+    def decode(self, batch: Batch) -> Tensor:
+        """Absorb the batch's tokens into the state and return logits [T, V] in the model's dtype.
+
+        Runs on the current stream without synchronizing; can be captured. V is the head's width,
+        at least `vocab_size`. Rows of padding hold finite numbers without meaning.
+        """
+        logits: Tensor = self._run(self.model, batch).logits
+        return logits[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with the tokens that the tokenizer puts around one."""
+        ids: list[int] = self._need_tokenizer().encode(text)
+        return ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Ids of a user's turn with the opening of the answer; `encode` without a chat template."""
+        tokenizer = self._need_tokenizer()
+        if not tokenizer.chat_template:
+            return self.encode(text)
+        ids: list[int] = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return ids
+
+    def decode_text(self, ids: list[int]) -> str:
+        """Text of ids, special tokens left out."""
+        text: str = self._need_tokenizer().decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _run(self, module: Any, batch: Batch) -> Any:
+        depth = len(scopes.path())
+        try:
+            return module(
+                input_ids=batch.tokens.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                attention_mask=self._no_mask,
+                use_cache=False,
+                return_dict=True,
+                graphcache_batch=batch,
+            )
+        finally:
+            scopes.reset(depth)
+
+    def _need_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise UnsupportedModel("this model came without a tokenizer; work with token ids")
+        return self.tokenizer
+
+
+def _place_of(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """The one device and dtype of a model's weights."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise UnsupportedModel(f"the model is not built: {name} has no memory (device meta)")
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise UnsupportedModel(f"quantised weights are not served: {name} is {parameter.dtype}")
+    devices = {parameter.device for parameter in parameters.values()}
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(devices) != 1:
+        raise UnsupportedModel(f"weights lie on {_listed(devices)}; one device is served")
+    if len(dtypes) != 1:
+        raise UnsupportedModel(f"weights are of {_listed(dtypes)}; one dtype is served")
+    return devices.pop(), dtypes.pop()
+
+
+def _listed(things: set[Any]) -> str:
+    return " and ".join(sorted(map(str, things))) or "nothing"
+
+
+def _stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    stop = getattr(generation, "eos_token_id", None)
+    if stop is None:
+        stop = getattr(model.config, "eos_token_id", None)
+    if stop is None:
+        return ()
+    return tuple(int(token) for token in stop) if isinstance(stop, list) else (int(stop),)
+
+
+def _switch_attention(model: PreTrainedModel) -> None:
+    model.set_attn_implementation(ATTENTION)
+    # Where a model can't switch, transformers only warns.
+    if model.config._attn_implementation != ATTENTION:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not call attention through transformers' interface"
+        )
+
+
+# Hooks stay with a model, which may be given to more than one adapter.
+_named: WeakSet[nn.Module] = WeakSet()
+
+
+def _name_scopes(model: PreTrainedModel, family: Family) -> None:
+    if model in _named:
+        return
+    _named.add(model)
+    for index, layer in enumerate(getattr(model.base_model, family.layers)):
+        _name_scope(layer, f"layer {index}")
+        _name_scope(getattr(layer, family.attention), "attention")
+        _name_scope(getattr(layer, family.mlp), "mlp")
+
+
+def _name_scope(module: nn.Module, name: str) -> None:
+    module.register_forward_pre_hook(lambda *_: scopes.open_scope(name))
+    module.register_forward_hook(lambda *_: scopes.close_scope(), always_call=True)

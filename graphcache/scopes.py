@@ -1,0 +1,91 @@
+"""Names for the parts of a step: `scope("layer 3")`, and within it `scope("attention")`.
+
+A step opens and closes scopes as it runs; whoever wants to know listens. Under capture that is how
+the nodes of a graph get the name of the layer that made them, since a replay runs no Python. With
+no listener a scope costs one append and one pop.
+
+Scopes and listeners belong to the thread that opened and subscribed them, so that a step running in
+one thread is never named by another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+__all__ = ["ScopeListener", "close_scope", "listening", "open_scope", "path", "reset", "scope"]
+
+
+class ScopeListener(Protocol):
+    """Hears every scope opened and closed on the thread it subscribed on."""
+
+    def push(self, name: str) -> None:
+        """A scope was opened inside those that are open."""
+
+    def pop(self) -> None:
+        """The innermost open scope was closed."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.listeners: tuple[ScopeListener, ...] = ()
+        # Beside each name who heard it opened: a listener that comes or goes while scopes are open
+        # hears exactly one pop for each of its pushes.
+        self.open: list[tuple[str, tuple[ScopeListener, ...]]] = []
+
+
+_thread = _Thread()
+
+
+def open_scope(name: str) -> None:
+    """Open a scope; for hooks, which have no `with`. Each needs one `close_scope`."""
+    listeners = _thread.listeners
+    _thread.open.append((name, listeners))
+    for listener in listeners:
+        listener.push(name)
+
+
+def close_scope() -> None:
+    """Close the innermost open scope, if one is open."""
+    if not _thread.open:
+        return
+    _, listeners = _thread.open.pop()
+    for listener in reversed(listeners):
+        listener.pop()
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Name what runs inside. Scopes nest; leaving one closes all that were left open in it.
+
+    Usable in steps: touches no tensor and no device.
+    """
+    depth = len(_thread.open)
+    open_scope(name)
+    try:
+        yield
+    finally:
+        reset(depth)
+
+
+def reset(depth: int = 0) -> None:
+    """Close every scope of this thread deeper than `depth`: what an interrupted step left open."""
+    while len(_thread.open) > depth:
+        close_scope()
+
+
+def path() -> tuple[str, ...]:
+    """Names of this thread's open scopes, outermost first."""
+    return tuple(name for name, _ in _thread.open)
+
+
+@contextmanager
+def listening(listener: ScopeListener) -> Iterator[None]:
+    """Subscribe `listener` to this thread's scopes for the time of the block."""
+    _thread.listeners += (listener,)
+    try:
+        yield
+    finally:
+        _thread.listeners = tuple(heard for heard in _thread.listeners if heard is not listener)

@@ -1,0 +1,132 @@
+"""Decoders small enough to build in milliseconds, and the files they are loaded from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 262
+
+
+def tiny_config(**changes: Any) -> LlamaConfig:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A random Llama whose weights are large enough that attention is far from uniform."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(tiny_config(**changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+def write_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    extra: dict[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+) -> Path:
+    """Write `model` as GGUF, in float32, with a tokenizer of bytes and two words.
+
+    Args:
+        path: of the file.
+        model: whose weights are written.
+        extra: tensors to add by name.
+        without: names of the model's weights to leave out.
+    """
+    import gguf
+
+    config = model.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<unk>", "<s>", "</s>", "<pad>", *_byte_characters(), "hi", "ho"])
+    writer.add_token_types([3, 3, 3, 3] + [1] * 258)
+    writer.add_token_merges(["h i", "h o"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(3)
+    writer.add_chat_template("{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}")
+    for name, tensor in model.state_dict().items():
+        weight = tensor.float().numpy()
+        if name.endswith("q_proj.weight"):
+            weight = _interleaved(weight, heads)
+        elif name.endswith("k_proj.weight"):
+            weight = _interleaved(weight, kv_heads)
+        if name not in without:
+            writer.add_tensor(_gguf_name(name), np.ascontiguousarray(weight))
+    for name, weight in (extra or {}).items():
+        writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The order of rotary dims that llama.cpp keeps: pairs side by side."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _gguf_name(name: str) -> str:
+    whole = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in whole:
+        return whole[name]
+    parts = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.{parts[part]}.weight"
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    stand_in = {byte: chr(byte) for byte in plain}
+    stand_in.update({byte: chr(256 + index) for index, byte in enumerate(others)})
+    return [stand_in[byte] for byte in range(256)]
