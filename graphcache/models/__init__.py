@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .contract import DecodeModel
 from .load import load_model
+from .step_function import StepFunction
 from .text import TextStream
 
-__all__ = ["DecodeModel", "TextStream", "load_model"]
+__all__ = ["DecodeModel", "StepFunction", "TextStream", "load_model"]

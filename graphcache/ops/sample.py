@@ -515,7 +515,7 @@ def sample(
             `vocab_size`: the ids past it are never drawn, nor looked at.
         slots: [R] int32, contiguous; -1 for padding.
         positions: [R] int32, contiguous: of the token that was absorbed; keys the draw.
-        temperature: [S1] float32 by slot, any stride; 0 for greedy.
+        temperature: [S1] float32 by slot, any stride, finite; 0 for greedy.
         top_k: [S1] int32 by slot, any stride; 0 for no filter.
         top_p: [S1] float32 by slot, any stride; 1 or more for no filter.
         seed: [S1] int64 by slot, any stride.

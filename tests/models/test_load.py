@@ -40,6 +40,14 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
+@pytest.fixture(autouse=True)
+def _no_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("loading unpickles")
+
+    monkeypatch.setattr(torch, "load", refuse)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tiny_model().save_pretrained(tmp_path / "model")

@@ -223,3 +223,18 @@ def append_by_hand(store: Store, step: Step) -> None:
         store.k_cache[index, :, row] = step.k[token]
         store.v_cache[index, :, row] = step.v[token]
         store.remember(slot, step.k[token : token + 1], step.v[token : token + 1])
+
+
+def remember_by_hand(store: Store, step: Step) -> None:
+    """Put a step's rows into history only: the caches are as before the append."""
+    for token, slot in enumerate(step.slots.tolist()):
+        if slot >= 0:
+            store.remember(slot, step.k[token : token + 1], step.v[token : token + 1])
+
+
+def product_by_columns(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A matrix product whose rows round alike wherever they lie; the interpreter's do not."""
+    out = np.zeros((a.shape[0], b.shape[1]), dtype)
+    for column in range(a.shape[1]):
+        out += a[:, column : column + 1] * b[column : column + 1]
+    return out

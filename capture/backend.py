@@ -1,0 +1,114 @@
+"""What a backend does: record a step's device work once, and run it again.
+
+Two backends keep this contract and pass the same tests: CUDA graphs, and a tape that runs anywhere
+and freezes just what a graph freezes. Python in a step runs at capture only; addresses, sizes and
+numbers taken from Python are fixed; recording leaves all state as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import CaptureError, UnsupportedDriver
+
+__all__ = ["Backend", "CapturedStep", "HostBuffer", "choose_backend"]
+
+
+class CapturedStep(Protocol):
+    """A recorded step.
+
+    Attributes:
+        nodes: operations a replay runs.
+        device_bytes: device memory that recording it took.
+        replay: runs it, in the order of the backend's stream; returns before it is done.
+    """
+
+    nodes: int
+    device_bytes: int
+    replay: Callable[[], None]
+
+    def close(self) -> None:
+        """Free the recording. Nothing may be running it."""
+
+
+class HostBuffer(Protocol):
+    """The source of an asynchronous copy.
+
+    Attributes:
+        view: int32 values to be written by the host.
+    """
+
+    view: memoryview
+
+    def send(self, count: int) -> None:
+        """Copy the first `count` values to the device, in the order of the backend's stream."""
+
+
+class Backend(Protocol):
+    """Records and replays on one device, in the order of one stream.
+
+    Attributes:
+        name: "cuda_graph" or "tape".
+        rehearsals: how often a step must run before a capture, until everything that it makes
+            lazily is made.
+    """
+
+    name: str
+    rehearsals: int
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Within it, device work goes where replays go."""
+
+    def capture(self, step: Callable[[], None]) -> CapturedStep:
+        """Record a step, without running it as far as state can tell.
+
+        Raises:
+            CaptureError: when the step can't be recorded; the backend can be used as before.
+        """
+
+    def host_buffer(self, target: Tensor) -> HostBuffer:
+        """A buffer that is copied to `target`, int32, asynchronously."""
+
+    def synchronize(self) -> None:
+        """Wait for the backend's stream, and for nothing else on the device.
+
+        Raises:
+            DeviceLost: when the device has failed.
+        """
+
+    def idle(self) -> bool:
+        """Whether the stream has nothing left to run. Never waits.
+
+        Raises:
+            DeviceLost: when the device has failed.
+        """
+
+    def close(self) -> None:
+        """Let go of the stream and of memory kept for recordings."""
+
+
+def choose_backend(name: str, device: torch.device) -> Backend:
+    """The backend of that name, or for "auto" the one that suits the device.
+
+    Raises:
+        CaptureError: for an unknown name.
+        UnsupportedDriver: when CUDA graphs are asked for where there are none.
+    """
+    if name == "auto":
+        name = "cuda_graph" if device.type == "cuda" else "tape"
+    if name == "tape":
+        from .tape import TapeBackend
+
+        return TapeBackend(device)
+    if name == "cuda_graph":
+        if device.type != "cuda":
+            raise UnsupportedDriver(f"CUDA graphs need a CUDA device; the model is on {device}")
+        from .cuda_graph import CudaGraphBackend
+
+        return CudaGraphBackend(device)
+    raise CaptureError(f"no backend {name!r}: choose auto, cuda_graph or tape")

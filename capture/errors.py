@@ -1,0 +1,85 @@
+"""Errors of capturing and replaying; all derive from `graphcache.GraphCacheError`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphcache.errors import GraphCacheError
+
+__all__ = [
+    "BatchTooLarge",
+    "CaptureError",
+    "DeviceLost",
+    "LadderError",
+    "NotCaptured",
+    "PointerMoved",
+    "RuntimeBusy",
+    "RuntimeClosed",
+    "SourceLine",
+    "StepsOutstanding",
+    "UnsupportedDriver",
+]
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a user's file."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+class CaptureError(GraphCacheError, RuntimeError):
+    """A step can't be captured, or its capture failed.
+
+    Attributes:
+        operation: what can't be captured, or None when the step itself raised.
+        source: the user's line, or None where it is not known.
+    """
+
+    def __init__(
+        self, message: str, *, operation: str | None = None, source: SourceLine | None = None
+    ) -> None:
+        super().__init__(message if source is None else f"{message}\n  at {source}")
+        self.operation = operation
+        self.source = source
+
+
+class LadderError(GraphCacheError, ValueError):
+    """A ladder that serves nothing, or not its own ceiling."""
+
+
+class PointerMoved(GraphCacheError, RuntimeError):
+    """A tensor that captured steps hold by address lies elsewhere, or has another size, now."""
+
+
+class BatchTooLarge(GraphCacheError, ValueError):
+    """More slots in one step than the ladder's ceiling."""
+
+
+class StepsOutstanding(GraphCacheError, RuntimeError):
+    """A step was asked for while the tokens of two were still unread."""
+
+
+class NotCaptured(GraphCacheError, RuntimeError):
+    """A step was asked for before `capture()`."""
+
+
+class RuntimeBusy(GraphCacheError, RuntimeError):
+    """A runtime was called from a second thread while it was at work."""
+
+
+class RuntimeClosed(GraphCacheError, RuntimeError):
+    """A runtime was used after `close()`."""
+
+
+class DeviceLost(GraphCacheError, RuntimeError):
+    """The device failed under a step: nothing on it can be trusted or freed any more."""
+
+
+class UnsupportedDriver(GraphCacheError, RuntimeError):
+    """The driver or its bindings lack what a feature needs."""

@@ -1,0 +1,173 @@
+"""What in a step can't be captured, found by running it once, with the user's line.
+
+A capture records kernels, not Python. Whatever the host reads from a tensor is read once and stays
+as it was; whatever waits for the device breaks the capture. Two nets catch both: one under the
+dispatcher, which every operation passes, and one over Python's tensor methods, for reads that on a
+CPU never reach the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import CaptureError
+from .source import user_line
+
+__all__ = ["Lint"]
+
+HOST_READ = (
+    "the host reads a value from the device: a replay runs no Python, so the value would stay as "
+    "it was at capture, and the wait breaks the capture. Keep it on the device: index with "
+    "tensors, choose with torch.where, or pass a Python number fixed before capture"
+)
+DATA_DEPENDENT = (
+    "its output's size depends on data: the captured kernels have sizes fixed. Use a mask and "
+    "torch.where, topk with a fixed k, or nonzero_static"
+)
+CROSSES_DEVICES = (
+    "it copies between devices: a copy to the host makes it wait, and a copy from pageable memory "
+    "can't be captured and would repeat old values. Make the tensor on the device before capture"
+)
+FROZEN_DATA = (
+    "it turns Python data into a tensor inside the step: every replay would use the data of the "
+    "capture. Make the tensor before capture and keep it, or derive it on the device"
+)
+RANDOM = (
+    "it draws from the framework's random state, which a replay does not move: every replay would "
+    "draw the same numbers. Draw from a counter kept by slot, as graphcache's sampler does"
+)
+SYNC = "it waits for the device, which breaks a capture. Leave it out of the step"
+
+_READS = {
+    getattr(Tensor, name): (f"Tensor.{name}()", HOST_READ)
+    for name in (
+        "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__",
+        "cpu", "item", "numpy", "tolist",
+    )
+}  # fmt: skip
+_MAKERS = {
+    torch.tensor: ("torch.tensor", FROZEN_DATA),
+    torch.as_tensor: ("torch.as_tensor", FROZEN_DATA),
+    torch.from_numpy: ("torch.from_numpy", FROZEN_DATA),
+    Tensor.new_tensor: ("Tensor.new_tensor", FROZEN_DATA),
+}
+_aten = torch.ops.aten
+_HOST_READS = {_aten._local_scalar_dense, _aten.item, _aten.is_nonzero, _aten.equal}
+_DATA_DEPENDENT = {
+    _aten.nonzero, _aten.argwhere, _aten.masked_select, _aten._unique, _aten._unique2,
+    _aten.unique_dim, _aten.unique_consecutive, _aten.repeat_interleave, _aten.bincount,
+}  # fmt: skip
+
+
+class Lint:
+    """A context: operations run as ever, and the first that can't be captured raises.
+
+    Raises:
+        CaptureError: naming the operation, the user's line, and what to do instead.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Lint:
+        self._stack.enter_context(_DispatchNet())
+        self._stack.enter_context(_FunctionNet())
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._stack.__exit__(*details)
+
+
+def _refuse(operation: str, advice: str) -> None:
+    raise CaptureError(
+        f"{operation} can't be captured: {advice}", operation=operation, source=user_line()
+    )
+
+
+class _FunctionNet(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            _refuse(*_READS[func])
+        if func is Tensor.to and _to_host(args[1:], kwargs) and args[0].device.type == "cpu":
+            # On a CPU this copies nothing and so passes the dispatcher unseen.
+            _refuse("Tensor.to('cpu')", HOST_READ)
+        if func in _MAKERS and not _is_constant(args[-1] if args else None):
+            _refuse(*_MAKERS[func])
+        return func(*args, **kwargs)
+
+
+def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    # On a CPU `x.to(other.device)` names the CPU too, and is right: only the word itself is not.
+    return any(isinstance(t, str) and t == "cpu" for t in (kwargs.get("device"), *args))
+
+
+def _is_constant(data: Any) -> bool:
+    """A number makes a scalar that kernels take by value; a tensor is not Python data."""
+    return isinstance(data, bool | int | float | complex | Tensor)
+
+
+class _DispatchNet(TorchDispatchMode):
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet in _HOST_READS:
+            _refuse(str(func), HOST_READ)
+        if packet in _DATA_DEPENDENT or _is_boolean_index(packet, args):
+            _refuse(str(func), DATA_DEPENDENT)
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
+            _refuse(str(func), RANDOM)
+        if packet is _aten.copy_ and _crosses(args[1], args[0]):
+            _refuse(str(func), CROSSES_DEVICES)
+        result = func(*args, **kwargs)
+        if packet is _aten._to_copy and _crosses(args[0], result):
+            _refuse(str(func), CROSSES_DEVICES)
+        return result
+
+
+def _crosses(source: Tensor, target: Tensor) -> bool:
+    if source.device.type == target.device.type:
+        return False
+    # A CPU scalar is passed by value, and a pinned source the caller keeps can be captured.
+    if source.device.type == "cpu" and (source.dim() == 0 or source.is_pinned()):
+        return False
+    return True
+
+
+def _is_boolean_index(packet: Any, args: tuple[Any, ...]) -> bool:
+    if packet not in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
+        return False
+    indices = [index for index in args[1] if index is not None]
+    boolean = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    if not boolean or packet is _aten.index:
+        return boolean
+    # `y[mask] = number` becomes a masked fill, of fixed size.
+    return not (len(indices) == 1 and args[2].numel() == 1)
+
+
+def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Attention is tagged as random for its dropout; without dropout it draws nothing."""
+    if "attention" not in str(func):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return not any(given.get(name) for name in ("dropout_p", "dropout"))

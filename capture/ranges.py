@@ -1,0 +1,57 @@
+"""NVTX ranges in a domain of their own: what the host does around a replay, and scopes at capture.
+
+A range opened inside captured code fires when the code is captured, never when it is replayed: at
+replay only the host's own range around the launch is live.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nvtx
+from nvtx import _lib as nvtx_lib
+
+__all__ = ["Ranges"]
+
+DOMAIN = "graphcache"
+
+
+class Ranges:
+    """Ranges of the domain `graphcache`; a scope listener too.
+
+    Attributes:
+        listening: whether a tool is attached. Without one nothing is to be called.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        domain: Any = nvtx.get_domain(DOMAIN) if enabled else None
+        self.listening = domain is not None and not isinstance(domain, nvtx_lib.DummyDomain)
+        self._domain = domain
+        self._by_name: dict[tuple[str, int | None], Any] = {}
+        if self.listening:
+            self.open = domain.push_range
+            self.close = domain.pop_range
+
+    def attributes(self, name: str, payload: int | None = None) -> Any:
+        """A range's message and payload, made once and kept; None when nobody listens."""
+        if not self.listening:
+            return None
+        key = (name, payload)
+        if key not in self._by_name:
+            options: dict[str, Any] = {} if payload is None else {"payload": payload}
+            self._by_name[key] = self._domain.get_event_attributes(message=name, **options)
+        return self._by_name[key]
+
+    def open(self, attributes: Any) -> None:
+        """Open a range on this thread."""
+
+    def close(self) -> None:
+        """Close this thread's innermost range."""
+
+    def push(self, name: str) -> None:
+        """A scope of a step was opened, at capture."""
+        self.open(self.attributes(name))
+
+    def pop(self) -> None:
+        """A scope of a step was closed, at capture."""
+        self.close()

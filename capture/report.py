@@ -1,0 +1,118 @@
+"""What capture cost, and what replay did since."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from .ladder import Bucket, RefusalReason
+
+__all__ = ["BucketCost", "BucketUse", "CaptureReport", "Counters", "bucket_table"]
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """What capturing one bucket took.
+
+    Attributes:
+        bucket: its key.
+        nodes: operations a replay runs.
+        capture_ms: from its first run to its captured step.
+        device_bytes: device memory it took, shared memory counted where it was taken first.
+    """
+
+    bucket: Bucket
+    nodes: int
+    capture_ms: float
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What capturing a ladder took, largest bucket first.
+
+    Attributes:
+        backend: "cuda_graph" or "tape".
+        buckets: each bucket's cost.
+        state_bytes: all state, pools and blocks.
+    """
+
+    backend: str
+    buckets: tuple[BucketCost, ...]
+    state_bytes: int
+
+    @property
+    def total_ms(self) -> float:
+        """Time of all captures."""
+        return sum(cost.capture_ms for cost in self.buckets)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of all captures."""
+        return sum(cost.device_bytes for cost in self.buckets)
+
+    def __str__(self) -> str:
+        return _rendered(bucket_table(self))
+
+
+@dataclass
+class BucketUse:
+    """How often a bucket ran, and how many of its rows were padding."""
+
+    replays: int = 0
+    eager_runs: int = 0
+    padding_rows: int = 0
+
+
+@dataclass
+class Counters:
+    """What a runtime has done.
+
+    Attributes:
+        buckets: use by bucket.
+        refusals: batches that no bucket served, by reason.
+    """
+
+    buckets: dict[Bucket, BucketUse] = field(default_factory=dict)
+    refusals: Counter[RefusalReason] = field(default_factory=Counter)
+
+    @property
+    def padding_share(self) -> float:
+        """Padding rows by all rows run."""
+        run = sum(b.rows * (u.replays + u.eager_runs) for b, u in self.buckets.items())
+        padding = sum(use.padding_rows for use in self.buckets.values())
+        return padding / run if run else 0.0
+
+
+def bucket_table(report: CaptureReport, counters: Counters | None = None) -> Table:
+    """Costs by bucket, and their use where counters are given."""
+    table = Table(title=f"captured steps ({report.backend})", title_justify="left")
+    for heading in ("rows", "nodes", "capture ms", "MiB"):
+        table.add_column(heading, justify="right")
+    if counters is not None:
+        for heading in ("replays", "padding rows"):
+            table.add_column(heading, justify="right")
+    for cost in sorted(report.buckets, key=lambda cost: cost.bucket):
+        cells = [
+            str(cost.bucket),
+            str(cost.nodes),
+            f"{cost.capture_ms:.1f}",
+            f"{cost.device_bytes / MIB:.1f}",
+        ]
+        if counters is not None:
+            use = counters.buckets.get(cost.bucket, BucketUse())
+            cells += [str(use.replays), str(use.padding_rows)]
+        table.add_row(*cells)
+    return table
+
+
+def _rendered(table: Table) -> str:
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip()

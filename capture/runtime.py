@@ -1,0 +1,675 @@
+"""Capture a model's step once per batch size, then replay it for whichever slots are asked for.
+
+The host's part of a step is small on purpose. While the batch stays the same it compares a list
+with the last one, launches a graph and returns; the new tokens come back through memory that the
+device writes and the host polls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from graphcache import Batch, Checkpoint, DecodeState
+from graphcache.errors import DuplicateSlot, SchemaError, UnsupportedModel
+from graphcache.scopes import listening, scope
+
+from .backend import CapturedStep, choose_backend
+from .batch import StepBatch
+from .errors import (
+    BatchTooLarge,
+    CaptureError,
+    DeviceLost,
+    NotCaptured,
+    RuntimeBusy,
+    RuntimeClosed,
+    StepsOutstanding,
+)
+from .ladder import Bucket, Ladder, Refusal
+from .lint import Lint
+from .mailbox import Mailbox
+from .pointers import PointerLedger, tensors_of_model
+from .ranges import Ranges
+from .report import MIB, BucketCost, BucketUse, CaptureReport, Counters
+from .result import StepResult
+from .source import line_of_error
+from .watch import StepWatch
+
+__all__ = ["DecodeRuntime"]
+
+CLOSE_TIMEOUT_S = 10.0
+Sampler = Callable[[Tensor, Batch], Tensor]
+
+
+class _Bucket:
+    """One rung of the ladder: the step as a function, its capture, and what is known of both."""
+
+    __slots__ = ("captured", "duration_ns", "key", "prepare", "replay", "step", "use")
+
+    def __init__(self, key: Bucket, step: Callable[[], None], use: BucketUse, ranges: Ranges):
+        self.key = key
+        self.step = step
+        self.use = use
+        self.captured: CapturedStep | None = None
+        self.duration_ns = 0
+        self.prepare = ranges.attributes("prepare", key.rows)
+        self.replay = ranges.attributes("replay", key.rows)
+
+
+class _Clock:
+    """Steps as the state sees them; see `graphcache.slots.StepClock`."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.submitted = 0
+        self.completed = mailbox.completed
+        self._wait = mailbox.wait
+
+    def wait(self, step: int) -> None:
+        self._wait(step)
+
+
+class DecodeRuntime:
+    """A model's decode step, captured; its requests, admitted and stepped.
+
+    Belongs to one thread at a time: a call from another while it works raises `RuntimeBusy`.
+    All device work goes to one stream of its own, and no method waits for more than that stream.
+    A context manager: leaving it closes it.
+
+    Args:
+        model: anything with `schemas`, `vocab_size`, `prefill(batch)` and `decode(batch)`, see
+            `graphcache.models.DecodeModel`.
+        max_requests: slots.
+        max_context: most tokens of a request; None for the model's.
+        ladder: batch sizes to capture; None for powers of two up to `max_requests`.
+        backend: "cuda_graph", "tape", or "auto" for what suits the model's device.
+        block_tokens: tokens in a block of K and V.
+        kv_blocks: blocks; None for as many as `max_requests` full contexts take.
+        sampler: captured `(logits [T, V], batch) -> tokens [T] int32`; None for the state's.
+        prefill_chunk: most prompt tokens absorbed by one run of the model.
+        keep_logits: copy each step's logits to a buffer, for `StepResult.logits`.
+        debug: check every address before each replay; costs a microsecond for ten tensors.
+        nvtx: open ranges where a tool listens.
+
+    Attributes:
+        state: what the requests own.
+        counters: what has run, and what was refused.
+        report: of the last `capture()`, or None.
+
+    Raises:
+        UnsupportedModel: when the model lacks a part of the contract.
+        SchemaError, UnsupportedDriver, CaptureError: when state or backend can't be made.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_requests: int,
+        max_context: int | None = None,
+        ladder: Ladder | None = None,
+        backend: str = "auto",
+        block_tokens: int = 64,
+        kv_blocks: int | None = None,
+        sampler: Sampler | None = None,
+        prefill_chunk: int = 512,
+        keep_logits: bool = False,
+        debug: bool = False,
+        nvtx: bool = True,
+    ) -> None:
+        _check_model(model)
+        if prefill_chunk < 1:
+            raise SchemaError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        self.model = model
+        self.device = torch.device(getattr(model, "device", "cpu"))
+        self.ladder = ladder or Ladder.powers_of_two(max_requests)
+        _check_ladder(self.ladder, max_requests)
+        self._backend = choose_backend(backend, self.device)
+        self._prefill_chunk = prefill_chunk
+        self._debug = debug
+        self._lock = threading.Lock()
+        self._closed = False
+        self._lost: str | None = None
+        with self._backend.context():
+            tokens = self.ladder.buckets[-1].tokens
+            self._mailbox = Mailbox(tokens, self.ladder.ceiling, self.device, self._backend.idle)
+            self._clock = _Clock(self._mailbox)
+            self.state = DecodeState(
+                model.schemas,
+                max_requests=max_requests,
+                max_context=_context_of(model, max_context),
+                vocab_size=model.vocab_size,
+                device=self.device,
+                fields=getattr(model, "fields", ()),
+                block_tokens=block_tokens,
+                kv_blocks=kv_blocks,
+                stop_tokens=getattr(model, "stop_tokens", ())[:8],
+                clock=self._clock,
+            )
+            self._inputs = StepBatch(tokens, self.device, self._backend)
+        self._sampler: Sampler = sampler or self.state.sample
+        self._keep_logits = keep_logits
+        self._logits: Tensor | None = None
+
+        self._ranges = Ranges(enabled=nvtx)
+        self._listening = self._ranges.listening
+        self._drain = self._ranges.attributes("drain")
+        self.counters = Counters()
+        self._buckets = {key: self._make_bucket(key) for key in self.ladder.buckets}
+        self._pointers = PointerLedger(self._named_tensors)
+        self.report: CaptureReport | None = None
+
+        self._epoch = 0
+        self._asked: list[int] = []
+        self._asked_epoch = -1
+        self._entry: _Bucket | None = None
+        self._newer: StepResult | None = None
+        self._older: StepResult | None = None
+        self._last_done_ns = 0
+
+    # --- capture ---------------------------------------------------------------------------------
+
+    def capture(self, *, progress: bool = True) -> CaptureReport:
+        """Rehearse and capture every bucket, the largest first. Live requests are left as they are.
+
+        Waits for the steps submitted so far. Called again, it captures anew.
+
+        Args:
+            progress: show a bar with bucket and memory.
+
+        Raises:
+            CaptureError: with the user's line. Nothing stays captured then; state, device and
+                eager steps can be used as before.
+            PointerMoved: when a tensor moved while the ladder was captured.
+        """
+        with self._at_work():
+            self._clock.wait(self._clock.submitted)
+            self._drop_captures()
+            costs = []
+            self._inputs.requested.fill_(-1)
+            self._asked_epoch = -1
+            self._pointers.record()
+            try:
+                keys = sorted(self.ladder.buckets, reverse=True)
+                with tqdm(keys, desc="capture", unit="bucket", disable=not progress) as bar:
+                    for key in bar:
+                        costs.append(self._capture_bucket(self._buckets[key]))
+                        taken = sum(cost.device_bytes for cost in costs) / MIB
+                        bar.set_postfix_str(f"{key} rows, {taken:.0f} MiB")
+                self._pointers.check()
+            except BaseException:
+                self._drop_captures()
+                raise
+            self.report = CaptureReport(
+                self._backend.name, tuple(costs), self.state.memory_bytes()
+            )
+            return self.report
+
+    def _capture_bucket(self, bucket: _Bucket) -> BucketCost:
+        start = time.perf_counter()
+        for _ in range(self._backend.rehearsals):
+            self._rehearse(bucket.step)
+        with listening(self._ranges):
+            bucket.captured = self._backend.capture(bucket.step)
+        self._pointers.hold(bucket.captured.external)
+        bucket.duration_ns = 0
+        return BucketCost(
+            bucket=bucket.key,
+            nodes=bucket.captured.nodes,
+            capture_ms=(time.perf_counter() - start) * 1e3,
+            device_bytes=bucket.captured.device_bytes,
+        )
+
+    def _rehearse(self, step: Callable[[], None]) -> None:
+        """Run a step on padding rows: refuse what can't be captured, put back what it wrote."""
+        watch = StepWatch(preserve=True)
+        try:
+            with watch, Lint():
+                step()
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the step raised {type(error).__name__}: {error}", source=line_of_error(error)
+            ) from error
+        finally:
+            # Host memory among what is restored is written by kernels that must have run by now.
+            self._backend.synchronize()
+            watch.restore()
+        self._pointers.hold(watch.external)
+
+    def _make_bucket(self, key: Bucket) -> _Bucket:
+        use = self.counters.buckets[key] = BucketUse()
+        return _Bucket(key, self._make_step(key), use, self._ranges)
+
+    def _make_step(self, key: Bucket) -> Callable[[], None]:
+        """The whole step of one bucket: what is rehearsed, captured, or run eagerly."""
+        requested = self._inputs.view(key)
+
+        def step() -> None:
+            batch = self.state.begin(requested, key.q_len)
+            with scope("model"):
+                logits = self.model.decode(batch)
+            _check_logits(logits, key.tokens, self.state.vocab_size)
+            with scope("sample"):
+                sampled = self._sampler(logits, batch)
+            with scope("advance"):
+                emitted, reasons = self.state.advance(sampled, batch, requested)
+                self._mailbox.publish(emitted, reasons)
+            if self._keep_logits:
+                self._buffer_for(logits)[: key.tokens].copy_(logits)
+
+        return step
+
+    def _buffer_for(self, logits: Tensor) -> Tensor:
+        if self._logits is None:
+            # The first run is a rehearsal of the largest bucket, or eager: never inside a capture.
+            shape = (self.ladder.buckets[-1].tokens, logits.shape[1])
+            self._logits = torch.zeros(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits
+
+    def _drop_captures(self) -> None:
+        for bucket in self._buckets.values():
+            if bucket.captured is not None:
+                with suppress(RuntimeError):
+                    bucket.captured.close()
+                bucket.captured = None
+        self._pointers.clear()
+        self.report = None
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        return {
+            **tensors_of_model(self.model),
+            **self.state.named_tensors(),
+            "step inputs": self._inputs.requested,
+        }
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def step(self, slots: Sequence[int], *, eager: bool = False) -> StepResult:
+        """Give each slot its next token: one replay. Returns before it has run.
+
+        Sends nothing to the device while `slots` stays the same, one copy when it changes. Up to
+        two results may be unread.
+
+        Args:
+            slots: handles, each once; none is a no-op. Finished slots may be among them: they
+                yield -1.
+            eager: run the step's Python instead of its capture, at the same bucket.
+
+        Raises:
+            BatchTooLarge, DuplicateSlot, InvalidSlot, StaleSlot, SlotPrefilling, NotCaptured,
+            StepsOutstanding, PointerMoved (in debug mode): before anything is written.
+            DeviceLost: when the device has failed.
+        """
+        if not self._lock.acquire(False):
+            raise RuntimeBusy(_BUSY)
+        try:
+            older = self._older
+            if older is not None and not older.is_read:
+                self._make_room(older)
+            number = self._clock.submitted + 1
+            if slots != self._asked or self._epoch != self._asked_epoch:
+                if not self._prepare(slots, number, eager):
+                    return StepResult(0, (), None, 0, 0)
+            return self._submit(number, eager)
+        finally:
+            self._lock.release()
+
+    def _submit(self, number: int, eager: bool) -> StepResult:
+        bucket = self._entry
+        assert bucket is not None
+        captured = bucket.captured
+        if self._debug:
+            self._pointers.check()
+        if self._listening:
+            self._ranges.open(bucket.replay)
+        try:
+            if eager or captured is None:
+                self._run_eagerly(bucket, eager)
+            else:
+                captured.replay()
+                bucket.use.replays += 1
+        except DeviceLost as error:
+            self._lost = str(error)
+            raise
+        finally:
+            if self._listening:
+                self._ranges.close()
+        bucket.use.padding_rows += bucket.key.rows - len(self._asked)
+        now = time.perf_counter_ns()
+        newer = self._newer
+        start = now if newer is None or newer.is_read else max(now, newer.expected_ns)
+        result = StepResult(number, self._asked, self, now, start + bucket.duration_ns)
+        self._clock.submitted = number
+        self._older, self._newer = newer, result
+        return result
+
+    def _run_eagerly(self, bucket: _Bucket, eager: bool) -> None:
+        self._check_usable()
+        if not eager:
+            raise NotCaptured(_NOT_CAPTURED)
+        with self._backend.context(), torch.no_grad(), _device_errors():
+            bucket.step()
+        bucket.use.eager_runs += 1
+
+    def _make_room(self, older: StepResult) -> None:
+        newer = self._newer
+        if newer is not None and not newer.is_read:
+            raise StepsOutstanding(
+                f"the tokens of steps {older.number} and {newer.number} are unread; call tokens() "
+                "on the older result before asking for another step"
+            )
+        # The newer step was read, so the older is complete: keep what would be overwritten.
+        older.tokens()
+
+    def _prepare(self, slots: Sequence[int], number: int, eager: bool) -> bool:
+        """Validate a new batch and send its rows; False for an empty one."""
+        self._check_usable()
+        asked = list(slots)
+        if not asked:
+            return False
+        key = self.ladder.bucket_for(len(asked), self.ladder.q_len)
+        if isinstance(key, Refusal):
+            self.counters.refusals[key.reason] += 1
+            raise BatchTooLarge(
+                f"{key}; step fewer slots at a time, or make the runtime with a larger ladder"
+            )
+        rows = [self.state.slots.row_to_step(handle) for handle in asked]
+        if len(set(rows)) != len(rows):
+            twice = next(handle for handle in asked if asked.count(handle) > 1)
+            raise DuplicateSlot(f"slot {twice} is asked for more than once in one step")
+        bucket = self._buckets[key]
+        if bucket.captured is None and not eager:
+            raise NotCaptured(_NOT_CAPTURED)
+        if self._listening:
+            self._ranges.open(bucket.prepare)
+        try:
+            self._inputs.send(rows, key, number)
+        except DeviceLost as error:
+            self._lost = str(error)
+            raise
+        finally:
+            if self._listening:
+                self._ranges.close()
+        self._entry, self._asked, self._asked_epoch = bucket, asked, self._epoch
+        return True
+
+    def collect(self, result: StepResult, timeout: float | None) -> tuple[list[int], list[int]]:
+        """For `StepResult.tokens`: wait for a step and read what it gave."""
+        if self._listening:
+            self._ranges.open(self._drain)
+        try:
+            self._mailbox.wait(result.number, result.expected_ns, timeout)
+        except DeviceLost as error:
+            self._lost = str(error)
+            raise
+        finally:
+            if self._listening:
+                self._ranges.close()
+        self._learn_duration(result)
+        count = len(result.slots)
+        return self._mailbox.read(result.number, count, count)
+
+    def _learn_duration(self, result: StepResult) -> None:
+        """Let the next wait for this bucket begin to poll shortly before the step is done."""
+        now = time.perf_counter_ns()
+        took = now - max(result.submitted_ns, self._last_done_ns)
+        self._last_done_ns = now
+        bucket = self._entry
+        if bucket is not None and result.slots is self._asked:
+            known = bucket.duration_ns
+            bucket.duration_ns = took if not known else (3 * known + took) // 4
+
+    def logits_of(self, result: StepResult) -> Tensor:
+        """For `StepResult.logits`."""
+        if not self._keep_logits or self._logits is None:
+            raise NotCaptured("logits are not kept; make the runtime with keep_logits=True")
+        if result is not self._newer:
+            raise NotCaptured(f"the logits of step {result.number} were overwritten by a later one")
+        self._mailbox.wait(result.number)
+        return self._logits[: len(result.slots)]
+
+    # --- a request's life ------------------------------------------------------------------------
+
+    def admit(
+        self,
+        tokens: Iterable[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Iterable[int] | None = None,
+        fields: Mapping[str, object] | None = None,
+    ) -> int:
+        """Admit a request with its prompt: `open`, then `extend`. Returns the slot's handle.
+
+        Raises:
+            As `open` and `extend`; the slot is given back then.
+        """
+        with self._at_work():
+            slot = self._open(
+                max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                seed=seed, stop=stop, fields=fields,
+            )  # fmt: skip
+            try:
+                self._extend(slot, tokens, None, final=True)
+            except BaseException:
+                self.state.retire(slot)
+                raise
+            return slot
+
+    def open(
+        self,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Iterable[int] | None = None,
+        fields: Mapping[str, object] | None = None,
+    ) -> int:
+        """Take a slot for a request without tokens yet; see `DecodeState.open`.
+
+        Raises:
+            InvalidRequest, SlotsExhausted, PointerMoved: before anything is written.
+        """
+        with self._at_work():
+            return self._open(
+                max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                seed=seed, stop=stop, fields=fields,
+            )  # fmt: skip
+
+    def extend(
+        self,
+        slot: int,
+        tokens: Iterable[int],
+        *,
+        max_tokens: int | None = None,
+        final: bool = True,
+    ) -> None:
+        """Put tokens behind a slot's: a prompt, a part of one, or the next turn of a chat.
+
+        Absorbs what was pending and all but the last new token, which the next step takes. A
+        slot that had finished runs again. A slot that has stepped waits for the steps submitted.
+
+        Args:
+            slot: its handle.
+            tokens: at least one id.
+            max_tokens: most new tokens from here on; None for what the slot was opened with.
+            final: steps may take the slot; False while more of the prompt is to come.
+
+        Raises:
+            InvalidRequest, ContextFull, BlocksExhausted, InvalidSlot, StaleSlot: before anything
+                is written.
+            PrefillFailed: when an earlier prefill of the slot raised midway.
+        """
+        with self._at_work():
+            self._extend(slot, tokens, max_tokens, final=final)
+
+    def retire(self, slot: int) -> None:
+        """End a request. Its row and blocks serve others once submitted steps are done.
+
+        Raises:
+            InvalidSlot, StaleSlot.
+        """
+        with self._at_work():
+            self.state.retire(slot)
+            self._epoch += 1
+
+    def fork(self, slot: int, *, seed: int | None = None) -> int:
+        """A second request that goes on from here, with draws of its own; see `DecodeState.fork`."""
+        with self._at_work():
+            self._epoch += 1
+            return self.state.fork(slot, seed)
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Take a slot back to its first `length` absorbed tokens; see `DecodeState.rewind`."""
+        with self._at_work():
+            self._epoch += 1
+            self.state.rewind(slot, length)
+
+    def checkpoint(self, slot: int) -> Checkpoint:
+        """All that a slot owns, to be restored later; see `DecodeState.checkpoint`."""
+        with self._at_work():
+            return self.state.checkpoint(slot)
+
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Admit a request in a checkpoint's state; see `DecodeState.restore`."""
+        with self._at_work():
+            self._epoch += 1
+            return self.state.restore(checkpoint)
+
+    def tokens_of(self, slot: int) -> list[int]:
+        """All tokens of a slot, prompt first, pending one last; waits for the steps submitted."""
+        with self._at_work():
+            return self.state.tokens_of(slot)
+
+    def close(self) -> None:
+        """Wait for the steps submitted, then free captures before what they point to. Repeatable."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._lost is None:
+            with suppress(DeviceLost, TimeoutError):
+                self._mailbox.wait(self._clock.submitted, timeout=CLOSE_TIMEOUT_S)
+                self._backend.synchronize()
+        self._drop_captures()
+        self._backend.close()
+
+    def __enter__(self) -> DecodeRuntime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _open(self, **options: Any) -> int:
+        if self.report is not None:
+            self._pointers.check()
+        self._epoch += 1
+        return self.state.open(**options)
+
+    def _extend(
+        self, slot: int, tokens: Iterable[int], max_tokens: int | None, *, final: bool
+    ) -> None:
+        positions = self.state.append_tokens(slot, tokens, max_tokens)
+        self._epoch += 1
+        try:
+            for start in range(positions.start, positions.stop, self._prefill_chunk):
+                chunk = range(start, min(start + self._prefill_chunk, positions.stop))
+                self.model.prefill(self.state.prefill_batch(slot, chunk))
+                self.state.absorbed(slot, chunk)
+        except BaseException:
+            self.state.mark_torn(slot)
+            raise
+        if final:
+            self.state.complete_prefill(slot)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeClosed("this runtime is closed; make a new one")
+        if self._lost is not None:
+            raise DeviceLost(self._lost)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeBusy(_BUSY)
+        try:
+            self._check_usable()
+            with self._backend.context(), torch.no_grad(), _device_errors():
+                yield
+        except DeviceLost as error:
+            self._lost = str(error)
+            raise
+        finally:
+            self._lock.release()
+
+
+_BUSY = "the runtime is at work for another thread; it belongs to one thread at a time"
+_NOT_CAPTURED = "nothing is captured; call capture() first, or step(slots, eager=True)"
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Errors of the device that torch reports, as `DeviceLost`."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLost(f"the device failed: {error}; close this runtime") from error
+
+
+def _check_model(model: Any) -> None:
+    missing = [
+        name
+        for name in ("schemas", "vocab_size", "prefill", "decode")
+        if not hasattr(model, name)
+    ]
+    if missing:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no {', '.join(missing)}: a model needs schemas, "
+            "vocab_size, prefill(batch) and decode(batch); wrap a bare function in "
+            "graphcache.models.StepFunction, a transformers model with load_model"
+        )
+
+
+def _check_ladder(ladder: Ladder, max_requests: int) -> None:
+    if ladder.ceiling > max_requests:
+        raise SchemaError(
+            f"the ladder's ceiling {ladder.ceiling} lies above max_requests={max_requests}"
+        )
+    if ladder.q_len != 1:
+        raise SchemaError(
+            f"a ladder of {ladder.q_len} tokens a row: accepting drafted tokens in a step comes "
+            "in a later version; use q_len=1"
+        )
+
+
+def _context_of(model: Any, asked: int | None) -> int:
+    most = getattr(model, "max_context", None)
+    if asked is None:
+        if most is None:
+            raise SchemaError("max_context is needed: the model names none of its own")
+        return int(most)
+    if most is not None and asked > most:
+        raise SchemaError(f"max_context={asked} is beyond the model's {most}")
+    return asked
+
+
+def _check_logits(logits: Any, tokens: int, vocab_size: int) -> None:
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != tokens:
+        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise SchemaError(f"decode must return logits [{tokens}, V], got {got}")
+    if logits.shape[1] < vocab_size:
+        raise SchemaError(f"logits of {logits.shape[1]} ids for a vocabulary of {vocab_size}")

@@ -1,0 +1,102 @@
+"""What a step touches outside itself: the tensors it holds by address, and what it overwrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["StepWatch", "storage_key", "tensors_in", "written_tensors"]
+
+# A step is watched while it runs on padding rows, where these write nothing (their tests show it).
+# What they may write is the bulk of all state, too much to keep a copy of.
+SAFE_AT_PADDING = frozenset(
+    {"graphcache::kv_append", "graphcache::window_append", "graphcache::advance"}
+)
+
+
+def tensors_in(*trees: Any) -> list[Tensor]:
+    """Every tensor among arguments or results, lists included."""
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, as long as either lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes."""
+    if not func._schema.is_mutable:
+        return []
+    named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+    named.update(kwargs)
+    return tensors_in(
+        [
+            named.get(argument.name)
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    )
+
+
+class StepWatch(TorchDispatchMode):
+    """A context around a run of a step.
+
+    Args:
+        preserve: keep a copy of whatever the step overwrites, for `restore`.
+
+    Attributes:
+        external: the first tensor seen on each storage that existed before the step: what a
+            capture of it holds by address.
+    """
+
+    def __init__(self, *, preserve: bool) -> None:
+        super().__init__()
+        self.external: dict[int, Tensor] = {}
+        self._preserve = preserve
+        self._made: set[int] = set()
+        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._saved_places: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {storage_key(tensor): tensor for tensor in tensors_in(args, kwargs)}
+        for key, tensor in given.items():
+            if key not in self._made:
+                self.external.setdefault(key, tensor)
+        if self._preserve and func.name() not in SAFE_AT_PADDING:
+            for tensor in written_tensors(func, args, kwargs):
+                self._save(tensor)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            key = storage_key(tensor)
+            if key not in given and key not in self.external:
+                self._made.add(key)
+        return result
+
+    def restore(self) -> None:
+        """Put back all that was overwritten, on the current stream."""
+        while self._saved:
+            tensor, saved = self._saved.pop()
+            tensor.copy_(saved)
+        self._saved_places.clear()
+
+    def _save(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        place = (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key in self._made or place in self._saved_places:
+            return
+        self._saved_places.add(place)
+        self._saved.append((tensor, tensor.detach().clone()))
