@@ -47,7 +47,8 @@ def _attend(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return plain
-    layer: Any = graphcache_batch.state.layers[module.layer_idx]
+    index: Any = module.layer_idx
+    layer: Any = graphcache_batch.state.layers[index]
     attended: Tensor = layer.attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -111,7 +111,7 @@ def test_no_graph_of_gradients(decoder: TransformersDecoder) -> None:
     assert not logits.is_inference()
 
 
-class _NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoHostReads(TorchDispatchMode):
     """Fails on what waits for the device, gives shapes by data, or moves or recasts ids."""
 
     FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "is_nonzero")
@@ -154,7 +154,7 @@ def test_no_host_sync(decoder: TransformersDecoder, positions: list[int]) -> Non
     state.layers = [Layer()] * 3  # type: ignore[list-item]
     batch = make_batch(state, [(i, p, [5 + i]) for i, p in enumerate(positions)], 1)
     assert batch.tokens.dtype == batch.positions.dtype == torch.int32
-    with _NoPythonReads(), _NoHostReads():  # type: ignore[no-untyped-call]
+    with _NoPythonReads(), _NoHostReads():
         decoder.prefill(batch)
         decoder.decode(batch)
 
