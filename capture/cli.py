@@ -132,9 +132,7 @@ def _decode(
     def take(result: StepResult) -> bool:
         """Hand on a step's tokens and retire who has finished; whether anyone has."""
         before = len(running)
-        for slot, token, reason in zip(
-            result.slots, result.tokens(), result.reasons, strict=True
-        ):
+        for slot, token, reason in zip(result.slots, result.tokens(), result.reasons, strict=True):
             if slot not in running:
                 continue
             if token >= 0:

@@ -21,6 +21,7 @@ from .watch import StepWatch
 
 __all__ = ["CudaGraphBackend", "CudaGraphStep"]
 
+
 class CudaGraphStep:
     """A captured step; see `capture.backend.CapturedStep`.
 

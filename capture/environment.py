@@ -95,9 +95,7 @@ def _driver() -> list[Finding]:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        return [
-            Finding("driver bindings", "missing", f"no graph can be launched: {error}", False)
-        ]
+        return [Finding("driver bindings", "missing", f"no graph can be launched: {error}", False)]
     _, version = driver.cuDriverGetVersion()
     found = [Finding("CUDA of the driver", f"{version // 1000}.{version % 1000 // 10}")]
     for name, call, cost in (
@@ -105,7 +103,5 @@ def _driver() -> list[Finding]:
         ("conditional nodes", "cuGraphConditionalHandleCreate", "no loops on the device"),
     ):
         present = hasattr(driver, call)
-        found.append(
-            Finding(name, "yes" if present else "no", "" if present else cost, present)
-        )
+        found.append(Finding(name, "yes" if present else "no", "" if present else cost, present))
     return found

@@ -69,9 +69,7 @@ class Ladder:
         LadderError: for no sizes, a size below 1, or one above the ceiling.
     """
 
-    def __init__(
-        self, sizes: Iterable[int], *, ceiling: int | None = None, q_len: int = 1
-    ) -> None:
+    def __init__(self, sizes: Iterable[int], *, ceiling: int | None = None, q_len: int = 1) -> None:
         rows = sorted({_size(size) for size in sizes})
         top = rows[-1] if ceiling is None and rows else ceiling
         if top is None:

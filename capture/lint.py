@@ -134,7 +134,9 @@ class _DispatchNet(TorchDispatchMode):
             _refuse(str(func), HOST_READ)
         if packet in _DATA_DEPENDENT or _is_boolean_index(packet, args):
             _refuse(str(func), DATA_DEPENDENT)
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(
+            func, args, kwargs
+        ):
             _refuse(str(func), RANDOM)
         if packet is _aten.copy_ and _crosses(args[1], args[0]):
             _refuse(str(func), CROSSES_DEVICES)

@@ -57,9 +57,7 @@ class Mailbox:
 
     def publish(self, emitted: Tensor, reasons: Tensor) -> None:
         """Within a step: count it, and write what it gave. One node."""
-        publish(
-            emitted, reasons, self.counter, self.ring_tokens, self.ring_reasons, self.word
-        )
+        publish(emitted, reasons, self.counter, self.ring_tokens, self.ring_reasons, self.word)
 
     def completed(self) -> int:
         """The newest step whose results are in the ring."""

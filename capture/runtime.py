@@ -206,9 +206,7 @@ class DecodeRuntime:
             except BaseException:
                 self._drop_captures()
                 raise
-            self.report = CaptureReport(
-                self._backend.name, tuple(costs), self.state.memory_bytes()
-            )
+            self.report = CaptureReport(self._backend.name, tuple(costs), self.state.memory_bytes())
             return self.report
 
     def _capture_bucket(self, bucket: _Bucket) -> BucketCost:
@@ -632,9 +630,7 @@ def _device_errors() -> Iterator[None]:
 
 def _check_model(model: Any) -> None:
     missing = [
-        name
-        for name in ("schemas", "vocab_size", "prefill", "decode")
-        if not hasattr(model, name)
+        name for name in ("schemas", "vocab_size", "prefill", "decode") if not hasattr(model, name)
     ]
     if missing:
         raise UnsupportedModel(

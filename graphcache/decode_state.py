@@ -291,9 +291,7 @@ class DecodeState:
         count = len(positions)
         return Batch(
             torch.full((count,), row, dtype=torch.int32, device=self.device),
-            torch.arange(
-                positions.start, positions.stop, dtype=torch.int32, device=self.device
-            ),
+            torch.arange(positions.start, positions.stop, dtype=torch.int32, device=self.device),
             self.tokens[row, positions.start : positions.stop],
             count,
             self,

@@ -59,7 +59,9 @@ def _begin_step_kernel(  # type: ignore[no-untyped-def]
     """One program a row. A run ends at its first column that can't run."""
     base = tl.program_id(0).to(tl.int64) * q_len
     run = q_len
-    for start in range(0, q_len, BLOCK):
+    start = 0
+    # Not a range: Triton 3.6 interprets none with a run-time bound under numpy 2.4.
+    while start < q_len:
         column = start + tl.arange(0, BLOCK)
         inside = column < q_len
         asked = tl.load(requested_ptr + base + column, mask=inside, other=-1)
@@ -75,6 +77,7 @@ def _begin_step_kernel(  # type: ignore[no-untyped-def]
         tl.store(slots_ptr + base + column, tl.where(active, asked, -1), mask=inside)
         tl.store(positions_ptr + base + column, tl.where(active, position, 0), mask=inside)
         tl.store(out_tokens_ptr + base + column, token, mask=inside)
+        start += BLOCK
 
 
 def _launch(

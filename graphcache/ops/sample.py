@@ -225,13 +225,16 @@ def _reach(  # type: ignore[no-untyped-def]
 ):
     """How many of the listed logits are at or above `key`, or how much they weigh."""
     total = tl.zeros([TILE, GROUP], tl.float32)
-    for start in range(0, count, TILE):
+    start = 0
+    # Not a range: Triton 3.6 interprets none with a run-time bound under numpy 2.4.
+    while start < count:
         _, x = _tile(line_ptr, list_ptr, start, count, width, vocab_size, TILE, GROUP)
         above = (_order(x) >> SHIFT) >= key
         if COUNTING:
             total += tl.where(above, 1.0, 0.0)
         else:
             total += tl.where(above, tl.exp((x - top) * rate), 0.0)
+        start += TILE
     return tl.sum(tl.sum(total, axis=1), axis=0)
 
 
@@ -331,11 +334,13 @@ def _filtered(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
     best = tl.full([TILE, GROUP], -0x8000000000000000, tl.int64)
-    for start in range(0, count, TILE):
+    start = 0
+    while start < count:
         ids, x = _tile(line_ptr, list_ptr, start, count, width, vocab_size, TILE, GROUP)
         score = _score(x, top, rate, seed, ids, position)
         score = tl.where((_order(x) >> SHIFT) >= low, score, float("-inf"))
         best = tl.maximum(best, _pack(score, ids))
+        start += TILE
     return _packed_id(tl.max(tl.max(best, axis=1), axis=0))
 
 
@@ -431,7 +436,8 @@ def _launch(
     listed = logits.new_empty((rows, groups), dtype=torch.int32)
     given = (logits, slots, positions, temperature, top_k, top_p, seed)
     sizes = (
-        logits.stride(0),
+        # The stride of a single row may be anything, and loads are laid out by what divides it.
+        logits.stride(0) if rows > 1 else logits.shape[1],
         *(parameter.stride(0) for parameter in (temperature, top_k, top_p, seed)),
         logits.shape[1],
         vocab_size,

@@ -154,7 +154,7 @@ def test_no_host_sync(decoder: TransformersDecoder, positions: list[int]) -> Non
     state.layers = [Layer()] * 3  # type: ignore[list-item]
     batch = make_batch(state, [(i, p, [5 + i]) for i, p in enumerate(positions)], 1)
     assert batch.tokens.dtype == batch.positions.dtype == torch.int32
-    with _NoPythonReads(), _NoHostReads():
+    with _NoPythonReads(), _NoHostReads():  # type: ignore[no-untyped-call]
         decoder.prefill(batch)
         decoder.decode(batch)
 

@@ -1,8 +1,8 @@
 """K/V caches in poisoned memory, and attention over them in plain float64 loops.
 
 A `Store` keeps what each slot wrote twice: in the caches, views of arenas whose other bytes are all
-NaN, and by position in `history`, which the oracle reads (where it is too large for the oracle,
-not).
+NaN, and by position in `history`, which the oracle reads. Stores too large for the oracle keep no
+history.
 """
 
 from __future__ import annotations

@@ -102,14 +102,16 @@ def check_random_steps(operation: Attend, seed: int, **fixed: object) -> None:
 
 
 def check_many_splits(operation: Attend) -> None:
-    """A context of several splits, and positions at the edges of blocks and splits."""
-    layout = Layout(6, 2, 16, 16, rows=1000, sinks=True, softcap=3.0, slots=7)
-    store = Store(layout, np.random.default_rng(1))
-    for slot, length in enumerate((0, 127, 128, 255, 256, 511, 998)):
-        store.fill(slot, length)
-    step = store.step([(slot, 1) for slot in range(7)] + [(0, 0)], 1)
-    append_by_hand(store, step)
-    assert_close(attend(operation, store, step), store.attention(step), torch.float32)
+    """Contexts of several splits, more than are added at once too; edges of blocks and splits."""
+    for heads, kv_heads, v_dim, softcap in ((6, 2, 16, 3.0), (16, 1, 64, 0.0)):
+        layout = Layout(heads, kv_heads, 16, v_dim, 1000, sinks=True, softcap=softcap, slots=7)
+        store = Store(layout, np.random.default_rng(1))
+        for slot, length in enumerate((0, 127, 128, 255, 256, 511, 998)):
+            store.fill(slot, length)
+        step = store.step([(slot, 1) for slot in range(7)] + [(0, 0)], 1)
+        step.q *= 3
+        append_by_hand(store, step)
+        assert_close(attend(operation, store, step), store.attention(step), torch.float32)
 
 
 def check_group_tiles(operation: Attend) -> None:
@@ -145,11 +147,11 @@ def check_each_token_alone(operation: Attend, store: Store, step: Step) -> None:
         assert torch.equal(attend(operation, store, alone), together[own])
 
 
-def check_later_tokens_do_not_matter(operation: Attend) -> None:
+def check_later_tokens_do_not_matter(operation: Attend, device: str = "cpu") -> None:
     """A token whose own row is NaN leaves the earlier tokens of its run as they were."""
     for width in (0, 3):
         layout = Layout(4, 2, 16, 16, rows=32, width=width, window=0 if width else 28, slots=2)
-        store = Store(layout, np.random.default_rng(2))
+        store = Store(layout, np.random.default_rng(2), device)
         store.fill(0, 30)
         step = store.step([(0, 4), (1, 3)], 4)
         append_by_hand(store, step)
@@ -453,6 +455,11 @@ def test_the_kernel_with_queries_of_another_dtype(q_dtype: torch.dtype) -> None:
     out = attend(decode_attention, store, step)
     assert out.dtype == q_dtype
     assert_close(out, store.attention(step), q_dtype)
+
+
+@pytest.mark.gpu
+def test_later_tokens_do_not_matter_to_the_kernel() -> None:
+    check_later_tokens_do_not_matter(decode_attention, "cuda")
 
 
 @pytest.mark.gpu

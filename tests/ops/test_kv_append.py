@@ -110,6 +110,20 @@ def check_long_run(append: Append, device: str = "cpu") -> None:
         assert store.k_cache[4:].isnan().all() and store.v_cache[4:].isnan().all()
 
 
+def check_outrun_tokens_write_nothing(device: str = "cpu") -> None:
+    """Only the programs of tokens that a later one outruns: in any order they must not race it."""
+    layout = Layout(heads=2, kv_heads=2, k_dim=8, v_dim=16, rows=5, window=3)
+    for count in (12, 9, 6):
+        store = Store(layout, np.random.default_rng(0), device)
+        step = store.step([(1, count)], 12)
+        outrun = count - 5
+        caches, index = (store.k_cache, store.v_cache), (step.slots, step.positions)
+        module._launch(step.k[:outrun], step.v[:outrun], *caches, *index, 12, None)
+        assert store.k_cache.isnan().all() and store.v_cache.isnan().all()
+        module._launch(step.k[: outrun + 1], step.v[: outrun + 1], *caches, *index, 12, None)
+        assert torch.equal(store.k_cache[1, :, outrun % 5], step.k[outrun])
+
+
 def check_padding_only(append: Append, device: str = "cpu") -> None:
     """A batch of padding changes not a byte, scratch included."""
     for width in (0, 3):
@@ -252,6 +266,7 @@ def test_the_kernel_against_loops(seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_the_kernel_on_long_runs_and_padding() -> None:
     check_long_run(public, "cuda")
+    check_outrun_tokens_write_nothing("cuda")
     check_padding_only(public, "cuda")
 
 
@@ -321,5 +336,6 @@ if __name__ == "__main__":
     for seed in range(12):
         check_random_steps(kernel, seed)
     check_long_run(kernel)
+    check_outrun_tokens_write_nothing()
     check_padding_only(kernel)
     print("done")

@@ -1,0 +1,1 @@
+"""Measurement: benchmarks of this library, and their results."""
