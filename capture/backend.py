@@ -7,7 +7,7 @@ numbers taken from Python are fixed; recording leaves all state as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,12 +25,18 @@ class CapturedStep(Protocol):
     Attributes:
         nodes: operations a replay runs.
         device_bytes: device memory that recording it took.
-        replay: runs it, in the order of the backend's stream; returns before it is done.
     """
 
     nodes: int
     device_bytes: int
-    replay: Callable[[], None]
+
+    @property
+    def external(self) -> Mapping[int, Tensor]:
+        """What it holds by address besides what it made, by storage."""
+
+    @property
+    def replay(self) -> Callable[[], None]:
+        """Runs it, in the order of the backend's stream; returns before it is done."""
 
     def close(self) -> None:
         """Free the recording. Nothing may be running it."""

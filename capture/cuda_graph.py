@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import CaptureError, DeviceLost, UnsupportedDriver
+from .host_view import host_view
 from .lint import Lint
 from .source import line_of_error
 from .watch import StepWatch
@@ -62,7 +63,7 @@ class _PinnedBuffer:
     def __init__(self, target: Tensor, stream: Any, driver: Any) -> None:
         self._source = torch.empty(target.numel(), dtype=target.dtype, pin_memory=True)
         self._target = target
-        self.view = memoryview(self._source.numpy())
+        self.view = host_view(self._source)
         self._driver = driver
         self._to = driver.CUdeviceptr(target.data_ptr())
         self._from = self._source.data_ptr()
@@ -141,7 +142,7 @@ class CudaGraphBackend:
             with watch, Lint():
                 step()
         except BaseException:
-            # Ending an invalid capture raises once more; the stream is usable after it all the same.
+            # Ending an invalid capture raises once more; it frees the stream all the same.
             with suppress(RuntimeError):
                 graph.capture_end()
             raise

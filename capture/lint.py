@@ -121,6 +121,9 @@ def _is_constant(data: Any) -> bool:
 
 
 class _DispatchNet(TorchDispatchMode):
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -150,9 +153,7 @@ def _crosses(source: Tensor, target: Tensor) -> bool:
     if source.device.type == target.device.type:
         return False
     # A CPU scalar is passed by value, and a pinned source the caller keeps can be captured.
-    if source.device.type == "cpu" and (source.dim() == 0 or source.is_pinned()):
-        return False
-    return True
+    return not (source.device.type == "cpu" and (source.dim() == 0 or source.is_pinned()))
 
 
 def _is_boolean_index(packet: Any, args: tuple[Any, ...]) -> bool:

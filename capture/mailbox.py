@@ -17,6 +17,7 @@ from torch import Tensor
 from graphcache.ops.publish import publish
 
 from .errors import DeviceLost
+from .host_view import host_view
 
 __all__ = ["DEPTH", "Mailbox"]
 
@@ -49,9 +50,9 @@ class Mailbox:
         self.word = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._check = check
-        self._word_view = memoryview(self.word.numpy())
-        self._token_view = memoryview(self.ring_tokens.numpy().reshape(-1))
-        self._reason_view = memoryview(self.ring_reasons.numpy().reshape(-1))
+        self._word_view = host_view(self.word)
+        self._token_view = host_view(self.ring_tokens)
+        self._reason_view = host_view(self.ring_reasons)
         self._tokens = tokens
         self._rows = rows
 

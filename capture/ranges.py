@@ -28,9 +28,6 @@ class Ranges:
         self.listening = domain is not None and not isinstance(domain, nvtx_lib.DummyDomain)
         self._domain = domain
         self._by_name: dict[tuple[str, int | None], Any] = {}
-        if self.listening:
-            self.open = domain.push_range
-            self.close = domain.pop_range
 
     def attributes(self, name: str, payload: int | None = None) -> Any:
         """A range's message and payload, made once and kept; None when nobody listens."""
@@ -43,10 +40,14 @@ class Ranges:
         return self._by_name[key]
 
     def open(self, attributes: Any) -> None:
-        """Open a range on this thread."""
+        """Open a range on this thread; `attributes` as made by `attributes()`."""
+        if self.listening:
+            self._domain.push_range(attributes)
 
     def close(self) -> None:
         """Close this thread's innermost range."""
+        if self.listening:
+            self._domain.pop_range()
 
     def push(self, name: str) -> None:
         """A scope of a step was opened, at capture."""

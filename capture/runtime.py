@@ -525,7 +525,7 @@ class DecodeRuntime:
             self._epoch += 1
 
     def fork(self, slot: int, *, seed: int | None = None) -> int:
-        """A second request that goes on from here, with draws of its own; see `DecodeState.fork`."""
+        """A second request that goes on from here; see `DecodeState.fork`."""
         with self._at_work():
             self._epoch += 1
             return self.state.fork(slot, seed)
@@ -553,7 +553,7 @@ class DecodeRuntime:
             return self.state.tokens_of(slot)
 
     def close(self) -> None:
-        """Wait for the steps submitted, then free captures before what they point to. Repeatable."""
+        """Wait for the steps submitted, then free captures, before what they point to."""
         if self._closed:
             return
         self._closed = True

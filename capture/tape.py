@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError, DeviceLost
+from .host_view import host_view
 from .lint import Lint
 from .source import line_of_error
 from .watch import StepWatch, storage_key, tensors_in
@@ -53,7 +54,7 @@ class _Operation:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.operations: list[_Operation] = []
         self.made: list[Tensor] = []
 
@@ -109,7 +110,7 @@ class _TapeBuffer:
     def __init__(self, target: Tensor) -> None:
         self._source = torch.empty_like(target, device="cpu")
         self._target = target
-        self.view = memoryview(self._source.numpy())
+        self.view = host_view(self._source)
 
     def send(self, count: int) -> None:
         self._target[:count].copy_(self._source[:count])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -57,7 +56,7 @@ class StepWatch(TorchDispatchMode):
     """
 
     def __init__(self, *, preserve: bool) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.external: dict[int, Tensor] = {}
         self._preserve = preserve
         self._made: set[int] = set()

@@ -46,7 +46,7 @@ def main(
         gates += step_gates(model, batch)
     results = {
         "machine": describe_machine(),
-        "subject": f"Llama of SmolLM2-135M's shape, random bf16 weights, {CONTEXT} tokens of context",
+        "subject": f"Llama of SmolLM2-135M's shape, random bf16 weights, {CONTEXT} tokens before",
         "seconds": round(time.perf_counter() - started, 1),
         "ratios": [ratio.as_json() for ratio in ratios],
         "gates": [gate.as_json() for gate in gates],

@@ -82,6 +82,4 @@ class ToyDecoder:
 
     def model(self, **options: Any) -> StepFunction:
         """As a runtime's model."""
-        return StepFunction(
-            self, self.vocab, schemas=self.schemas, device=self.device, **options
-        )
+        return StepFunction(self, self.vocab, schemas=self.schemas, device=self.device, **options)

@@ -9,15 +9,12 @@ lies under it is contiguous.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import SchemaError
-from ._triton import HAVE_TRITON, jit, tl
+from ._triton import jit, tl
 
 __all__ = [
     "attend",
@@ -25,7 +22,6 @@ __all__ = [
     "check_cache",
     "check_rows",
     "gather_rows",
-    "jit_for_any",
     "load_block",
     "logit_scales",
     "softmax_step",
@@ -33,15 +29,6 @@ __all__ = [
 ]
 
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def jit_for_any(*names: str) -> Callable[[Any], Any]:
-    """`jit`, with the integers named left general.
-
-    Triton compiles anew where an integer becomes 1 or a multiple of 16; an argument that changes
-    from call to call must not, or a first-seen value would load a module in mid-flight.
-    """
-    return partial(jit, do_not_specialize=list(names)) if HAVE_TRITON else jit
 
 
 def gather_rows(cache: Tensor, table: Tensor | None, slot: int, first: int, last: int) -> Tensor:
@@ -66,7 +53,7 @@ def logit_scales(scale: float, softcap: float) -> tuple[float, float]:
     return scale * log2e, 0.0
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def softmax_step(  # type: ignore[no-untyped-def]
     query,
     k,
@@ -103,7 +90,7 @@ def softmax_step(  # type: ignore[no-untyped-def]
     return acc, total, top
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def with_sink(acc, total, most, sinks, head, real, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divide by the denominator, the sink's share included."""
     if HAS_SINKS:
@@ -115,7 +102,7 @@ def with_sink(acc, total, most, sinks, head, real, HAS_SINKS: tl.constexpr):  # 
     return acc / total[:, None]
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def load_block(  # type: ignore[no-untyped-def]
     k_cache,
     v_cache,

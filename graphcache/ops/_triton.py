@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import UnsupportedPlatform
 
-__all__ = ["HAVE_TRITON", "jit", "tl", "triton"]
+__all__ = ["HAVE_TRITON", "jit", "jit_for_any", "tl", "triton"]
 
 try:
     import triton
     import triton.language as tl
 
     HAVE_TRITON = True
-    jit = triton.jit
+    jit: Callable[..., Any] = triton.jit
 except ImportError:  # pragma: no cover - platforms without Triton
 
     class _Absent:
@@ -29,3 +31,12 @@ except ImportError:  # pragma: no cover - platforms without Triton
 
     def jit(fn: Any) -> Any:
         return triton
+
+
+def jit_for_any(*names: str) -> Callable[[Any], Any]:
+    """`jit`, with the integers named left general.
+
+    Triton compiles anew where an integer becomes 1 or a multiple of 16; an argument that changes
+    from call to call must not, or a first-seen value would load a module in mid-flight.
+    """
+    return partial(jit, do_not_specialize=list(names)) if HAVE_TRITON else jit

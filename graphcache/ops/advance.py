@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..errors import SchemaError
 from ..finish import FinishReason
-from ._kv import jit_for_any
 from ._library import register
-from ._triton import tl, triton
+from ._triton import jit_for_any, tl, triton
 
 __all__ = ["advance"]
 

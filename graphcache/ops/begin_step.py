@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemaError
-from ._kv import jit_for_any
 from ._library import register
-from ._triton import tl
+from ._triton import jit_for_any, tl
 
 __all__ = ["begin_step"]
 

@@ -79,7 +79,7 @@ def _reference(
     return out
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _attend_split(  # type: ignore[no-untyped-def]
     query,
     k_cache,
@@ -137,7 +137,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     return acc, total, most
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _add_splits(  # type: ignore[no-untyped-def]
     partials,
     stats,
@@ -199,7 +199,7 @@ def _add_splits(  # type: ignore[no-untyped-def]
     )
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _decode_attention_kernel(  # type: ignore[no-untyped-def]
     q,
     k_cache,

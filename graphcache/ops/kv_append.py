@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ._kv import check_cache, check_rows, jit_for_any
+from ._kv import check_cache, check_rows
 from ._library import register
-from ._triton import tl, triton
+from ._triton import jit_for_any, tl, triton
 
 __all__ = ["kv_append"]
 

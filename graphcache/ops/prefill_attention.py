@@ -25,14 +25,13 @@ from ._kv import (
     check_attention,
     check_rows,
     gather_rows,
-    jit_for_any,
     load_block,
     logit_scales,
     softmax_step,
     with_sink,
 )
 from ._library import register
-from ._triton import jit, tl, triton
+from ._triton import jit, jit_for_any, tl, triton
 
 __all__ = ["prefill_attention"]
 
@@ -90,7 +89,7 @@ def _reference(
     return out
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _load_own(  # type: ignore[no-untyped-def]
     k,
     v,
@@ -115,7 +114,7 @@ def _load_own(  # type: ignore[no-untyped-def]
     return k_rows.to(k_cache.dtype.element_ty), v_rows.to(k_cache.dtype.element_ty)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _allowed(position, key, first, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK_M, BLOCK_N]: which keys the queries at `position` see."""
     sees = (key >= first)[None, :] & (key[None, :] <= position[:, None])

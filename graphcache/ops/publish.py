@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemaError
-from ._kv import jit_for_any
 from ._library import register
-from ._triton import tl, triton
+from ._triton import jit_for_any, tl, triton
 
 __all__ = ["publish"]
 

@@ -128,7 +128,7 @@ def _score(x, top, rate, seed, ids, position):  # type: ignore[no-untyped-def]
     return (x - top) * rate - tl.log(-tl.log(uniform))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _split_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     slots_ptr,
@@ -197,7 +197,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
             tl.store(peak_ptr + at, float("nan"))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _tile(  # type: ignore[no-untyped-def]
     line_ptr, list_ptr, start, count, width, vocab_size, TILE: tl.constexpr, GROUP: tl.constexpr
 ):
@@ -208,7 +208,7 @@ def _tile(  # type: ignore[no-untyped-def]
     return ids, _load_logits(line_ptr, ids, width, vocab_size)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _reach(  # type: ignore[no-untyped-def]
     line_ptr,
     list_ptr,
@@ -238,7 +238,7 @@ def _reach(  # type: ignore[no-untyped-def]
     return tl.sum(tl.sum(total, axis=1), axis=0)
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _search(  # type: ignore[no-untyped-def]
     line_ptr,
     list_ptr,
@@ -267,7 +267,7 @@ def _search(  # type: ignore[no-untyped-def]
     return low
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _filtered(  # type: ignore[no-untyped-def]
     line_ptr,
     maxima_ptr,
@@ -344,7 +344,7 @@ def _filtered(  # type: ignore[no-untyped-def]
     return _packed_id(tl.max(tl.max(best, axis=1), axis=0))
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def _token_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     slots_ptr,
