@@ -6,6 +6,7 @@ reads the front of the same one. All else a step needs it derives from its slots
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +38,7 @@ class StepBatch:
 
     def __init__(self, rows: int, device: torch.device, backend: Backend) -> None:
         self.requested = torch.full((rows,), PAD_SLOT, dtype=torch.int32, device=device)
+        self._padding = array("i", [PAD_SLOT] * rows)
         self._sources = [backend.host_buffer(self.requested) for _ in range(SOURCES)]
 
     def view(self, bucket: Bucket) -> Tensor:
@@ -46,10 +48,7 @@ class StepBatch:
     def send(self, slots: Sequence[int], bucket: Bucket, step: int) -> None:
         """Fill the bucket's inputs for `step`: one asynchronous copy."""
         source = self._sources[step % SOURCES]
-        view = source.view
         count = len(slots)
-        for index, slot in enumerate(slots):
-            view[index] = slot
-        for index in range(count, bucket.rows):
-            view[index] = PAD_SLOT
+        source.view[:count] = array("i", slots)
+        source.view[count : bucket.rows] = self._padding[count : bucket.rows]
         source.send(bucket.rows)

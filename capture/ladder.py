@@ -66,7 +66,7 @@ class Ladder:
         q_len: tokens a row, the same in all.
 
     Raises:
-        LadderError: for no sizes, a size below 1, or one above the ceiling.
+        LadderError: for no sizes, a size or q_len below 1, or a size above the ceiling.
     """
 
     def __init__(self, sizes: Iterable[int], *, ceiling: int | None = None, q_len: int = 1) -> None:
@@ -78,10 +78,8 @@ class Ladder:
             raise LadderError(f"size {rows[-1]} lies above the ceiling {top}")
         if rows[-1:] != [top]:
             rows.append(top)
-        if q_len < 1:
-            raise LadderError(f"q_len must be at least 1, got {q_len}")
-        self.q_len = q_len
-        self.buckets = tuple(Bucket(size, q_len) for size in rows)
+        self.q_len = _size(q_len, "q_len")
+        self.buckets = tuple(Bucket(size, self.q_len) for size in rows)
         self._rows = rows
 
     @classmethod
@@ -113,11 +111,11 @@ class Ladder:
         return f"Ladder({self._rows})"
 
 
-def _size(value: object) -> int:
+def _size(value: object, what: str = "a size") -> int:
     try:
         size = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise LadderError(f"a size is an int, got {value!r}") from None
+        raise LadderError(f"{what} is an int, got {value!r}") from None
     if size < 1:
-        raise LadderError(f"a size is at least 1, got {size}")
+        raise LadderError(f"{what} is at least 1, got {size}")
     return size

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -49,21 +50,24 @@ _READS = {
     getattr(Tensor, name): (f"Tensor.{name}()", HOST_READ)
     for name in (
         "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__",
-        "cpu", "item", "numpy", "tolist",
+        "__repr__", "cpu", "item", "numpy", "tolist",
     )
 }  # fmt: skip
 _MAKERS = {
     torch.tensor: ("torch.tensor", FROZEN_DATA),
     torch.as_tensor: ("torch.as_tensor", FROZEN_DATA),
-    torch.from_numpy: ("torch.from_numpy", FROZEN_DATA),
     Tensor.new_tensor: ("Tensor.new_tensor", FROZEN_DATA),
 }
 _aten = torch.ops.aten
-_HOST_READS = {_aten._local_scalar_dense, _aten.item, _aten.is_nonzero, _aten.equal}
+_HOST_READS = {
+    _aten._local_scalar_dense, _aten.item, _aten.is_nonzero, _aten.equal, _aten.allclose,
+}  # fmt: skip
 _DATA_DEPENDENT = {
     _aten.nonzero, _aten.argwhere, _aten.masked_select, _aten._unique, _aten._unique2,
     _aten.unique_dim, _aten.unique_consecutive, _aten.repeat_interleave, _aten.bincount,
+    _aten._to_sparse,
 }  # fmt: skip
+_INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
 class Lint:
@@ -105,19 +109,26 @@ class _FunctionNet(TorchFunctionMode):
         if func is Tensor.to and _to_host(args[1:], kwargs) and args[0].device.type == "cpu":
             # On a CPU this copies nothing and so passes the dispatcher unseen.
             _refuse("Tensor.to('cpu')", HOST_READ)
-        if func in _MAKERS and not _is_constant(args[-1] if args else None):
+        if func in _MAKERS and not _is_constant(func, args, kwargs):
             _refuse(*_MAKERS[func])
         return func(*args, **kwargs)
 
 
 def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     # On a CPU `x.to(other.device)` names the CPU too, and is right: only the word itself is not.
-    return any(isinstance(t, str) and t == "cpu" for t in (kwargs.get("device"), *args))
+    named = (kwargs.get("device"), *args)
+    return any(isinstance(t, str) and t.split(":")[0] == "cpu" for t in named)
 
 
-def _is_constant(data: Any) -> bool:
-    """A number makes a scalar that kernels take by value; a tensor is not Python data."""
-    return isinstance(data, bool | int | float | complex | Tensor)
+def _is_constant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """A number makes a CPU scalar that kernels take by value; a tensor is not Python data."""
+    data = kwargs.get("data", args[-1] if args else None)
+    if isinstance(data, Tensor):
+        return True
+    # Made on another device the number is copied there, from pageable memory.
+    device = kwargs.get("device") or (args[0].device if func is Tensor.new_tensor else "cpu")
+    number = isinstance(data, bool | int | float | complex | np.generic)
+    return number and torch.device(device).type == "cpu"
 
 
 class _DispatchNet(TorchDispatchMode):
@@ -135,13 +146,19 @@ class _DispatchNet(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _HOST_READS:
             _refuse(str(func), HOST_READ)
-        if packet in _DATA_DEPENDENT or _is_boolean_index(packet, args):
+        if packet is _aten.lift_fresh and args[0].dim():
+            _refuse("a list or array as a tensor", FROZEN_DATA)
+        if packet in _DATA_DEPENDENT and kwargs.get("output_size") is None:
+            _refuse(str(func), DATA_DEPENDENT)
+        if _is_boolean_index(packet, args):
             _refuse(str(func), DATA_DEPENDENT)
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(
             func, args, kwargs
         ):
             _refuse(str(func), RANDOM)
         if packet is _aten.copy_ and _crosses(args[1], args[0]):
+            _refuse(str(func), CROSSES_DEVICES)
+        if packet in _INDEXED and any(_crosses(t, args[0]) for t in _moved(args)):
             _refuse(str(func), CROSSES_DEVICES)
         result = func(*args, **kwargs)
         if packet is _aten._to_copy and _crosses(args[0], result):
@@ -152,19 +169,37 @@ class _DispatchNet(TorchDispatchMode):
 def _crosses(source: Tensor, target: Tensor) -> bool:
     if source.device.type == target.device.type:
         return False
-    # A CPU scalar is passed by value, and a pinned source the caller keeps can be captured.
-    return not (source.device.type == "cpu" and (source.dim() == 0 or source.is_pinned()))
+    # A pinned source that the caller keeps can be captured. A CPU scalar can't be copied either:
+    # it goes by value only as an operand.
+    return not (source.device.type == "cpu" and source.is_pinned())
+
+
+def _indices(args: tuple[Any, ...]) -> list[Tensor]:
+    return [index for index in args[1] if index is not None]
+
+
+def _moved(args: tuple[Any, ...]) -> list[Tensor]:
+    """What indexing brings to the tensor's device: indices, and values unless they fill a mask."""
+    return _indices(args) + ([] if _is_masked_fill(args) else list(args[2:3]))
+
+
+def _is_masked_fill(args: tuple[Any, ...]) -> bool:
+    """Whether this is `y[mask] = number`, which has a fixed size."""
+    indices = _indices(args)
+    value = args[2] if len(args) > 2 else None
+    return (
+        len(indices) == 1
+        and indices[0].dtype in (torch.bool, torch.uint8)
+        and value is not None
+        and value.numel() == 1
+        and value.device.type == "cpu"
+    )
 
 
 def _is_boolean_index(packet: Any, args: tuple[Any, ...]) -> bool:
-    if packet not in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
+    if packet not in _INDEXED or _is_masked_fill(args):
         return False
-    indices = [index for index in args[1] if index is not None]
-    boolean = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    if not boolean or packet is _aten.index:
-        return boolean
-    # `y[mask] = number` becomes a masked fill, of fixed size.
-    return not (len(indices) == 1 and args[2].numel() == 1)
+    return any(index.dtype in (torch.bool, torch.uint8) for index in _indices(args))
 
 
 def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

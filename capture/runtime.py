@@ -379,7 +379,7 @@ class DecodeRuntime:
             raise BatchTooLarge(
                 f"{key}; step fewer slots at a time, or make the runtime with a larger ladder"
             )
-        rows = [self.state.slots.row_to_step(handle) for handle in asked]
+        rows = self.state.slots.rows_to_step(asked)
         if len(set(rows)) != len(rows):
             twice = next(handle for handle in asked if asked.count(handle) > 1)
             raise DuplicateSlot(f"slot {twice} is asked for more than once in one step")

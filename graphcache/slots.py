@@ -8,6 +8,7 @@ have read it has completed on the device.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final, Protocol
 
@@ -73,6 +74,9 @@ class SlotManager:
         # Generations start at 1, so that a bare row number is never a valid handle.
         self._generation = [1] * max_requests
         self._phase = [SlotPhase.FREE] * max_requests
+        # The handle that steps may name a row by, 0 where they may not: one comparison of lists
+        # tells a good batch.
+        self._steppable = [0] * max_requests
         self._free = deque(range(max_requests))
         self._quarantine: deque[tuple[int, int]] = deque()
 
@@ -106,16 +110,19 @@ class SlotManager:
         row = self.row_of(handle)
         self._generation[row] += 1
         self._phase[row] = SlotPhase.QUARANTINED
+        self._steppable[row] = 0
         self._quarantine.append((self.clock.submitted, row))
         return row
 
     def mark_live(self, row: int) -> None:
         """The row's prompt is complete: steps may take it."""
         self._phase[row] = SlotPhase.LIVE
+        self._steppable[row] = self._generation[row] << ROW_BITS | row
 
     def mark_prefilling(self, row: int) -> None:
         """The row's prompt is growing: steps may not take it."""
         self._phase[row] = SlotPhase.PREFILLING
+        self._steppable[row] = 0
 
     def phase(self, handle: int) -> SlotPhase:
         """`PREFILLING` or `LIVE`."""
@@ -146,13 +153,23 @@ class SlotManager:
             raise StaleSlot(f"slot {handle} was retired; its row {row} may serve another request")
         return row
 
-    def row_to_step(self, handle: int) -> int:
-        """The row of a handle that steps may take.
+    def rows_to_step(self, handles: Sequence[int]) -> list[int]:
+        """The rows of handles that steps may take, in their order.
 
         Raises:
             InvalidSlot, StaleSlot: as `row_of`.
-            SlotPrefilling: when its prompt is not complete.
+            SlotPrefilling: when a prompt is not complete.
         """
+        steppable = self._steppable
+        try:
+            rows = [handle & ROW_MASK for handle in handles]
+            if [steppable[row] for row in rows] == handles:
+                return rows
+        except (TypeError, IndexError):
+            pass
+        return [self._row_to_step(handle) for handle in handles]
+
+    def _row_to_step(self, handle: int) -> int:
         row = self.row_of(handle)
         if self._phase[row] is SlotPhase.PREFILLING:
             raise SlotPrefilling(
