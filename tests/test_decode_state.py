@@ -1,0 +1,414 @@
+"""Requests on state that is never wiped, against whole histories in float64.
+
+The machine lets requests come, grow, step, fork, go back, rest in checkpoints and leave in any
+order, on memory that starts as NaN. Every token, every reason and the logits behind them come from
+`tests.history_oracle`; after every action the books are audited (`tests.books`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from capture import DecodeRuntime, Ladder, StepResult
+from graphcache import Checkpoint, DecodeState, Field, FinishReason, KVLayerSchema
+from graphcache.errors import (
+    BlocksExhausted,
+    ContextFull,
+    InvalidRequest,
+    LayoutMismatch,
+    PrefillFailed,
+    RewindTooFar,
+    SchemaError,
+    SlotPrefilling,
+    SlotsExhausted,
+    StaleSlot,
+)
+from tests.books import audit, blocks_in_use, poison, refused, table_of
+from tests.history_oracle import TIE, FullHistory, RingRows, Story
+from tests.toy import VOCAB, ToyDecoder
+
+WINDOWS: list[tuple[int | None, ...]] = [(None, 6), (None,), (5,), (3, None, 8), (1, 4)]
+STOP = 17
+_toys = {windows: ToyDecoder(windows) for windows in WINDOWS}
+_oracles = {windows: FullHistory(toy) for windows, toy in _toys.items()}
+
+
+def _ladder(kind: str, ceiling: int) -> Ladder:
+    if kind == "every":
+        return Ladder.every(ceiling)
+    return Ladder.powers_of_two(ceiling) if kind == "powers" else Ladder([ceiling])
+
+
+class Requests(RuleBasedStateMachine):
+    """A runtime on the tape, and beside it each request's story."""
+
+    @initialize(
+        windows=st.sampled_from(WINDOWS),
+        block_tokens=st.sampled_from([1, 2, 3, 4, 8, 64]),
+        scarce=st.booleans(),
+        slots=st.integers(2, 5),
+        context=st.integers(12, 44),
+        ladder=st.sampled_from(["every", "powers", "one"]),
+        chunk=st.sampled_from([1, 2, 5, 64]),
+        capture_late=st.booleans(),
+    )
+    def start(
+        self,
+        windows: tuple[int | None, ...],
+        block_tokens: int,
+        scarce: bool,
+        slots: int,
+        context: int,
+        ladder: str,
+        chunk: int,
+        capture_late: bool,
+    ) -> None:
+        self.toy, self.oracle = _toys[windows], _oracles[windows]
+        self.context, self.block_tokens = context, block_tokens
+        self.slots, self.has_blocks = slots, None in windows
+        width = -(-context // block_tokens)
+        self.kv_blocks = max(width, slots * width // 2) if scarce else slots * width
+        self.runtime = self.make_runtime(ladder, chunk)
+        poison(self.runtime.state)
+        self.captured = not capture_late
+        if self.captured:
+            self.runtime.capture(progress=False)
+        self.stories: dict[int, Story] = {}
+        self.saved: list[tuple[Checkpoint, Story]] = []
+
+    def make_runtime(self, ladder: str = "one", chunk: int = 64) -> DecodeRuntime:
+        return DecodeRuntime(
+            self.toy.model(stop_tokens=(STOP,)),
+            max_requests=self.slots,
+            max_context=self.context,
+            ladder=_ladder(ladder, self.slots),
+            backend="tape",
+            block_tokens=self.block_tokens,
+            kv_blocks=self.kv_blocks,
+            prefill_chunk=chunk,
+            keep_logits=True,
+            nvtx=False,
+        )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "runtime"):
+            return
+        self.steps_of([slot for slot in self.stories if self.stories[slot].live], times=3)
+        for slot, story in self.stories.items():
+            assert self.runtime.tokens_of(slot) == story.tokens
+        self.runtime.close()
+
+    # --- what the books say before an action ------------------------------------------------------
+
+    def held(self) -> list[Checkpoint]:
+        return [checkpoint for checkpoint, _ in self.saved]
+
+    def room(self) -> int:
+        return self.kv_blocks - len(blocks_in_use(self.runtime.state, self.held()))
+
+    def blocks(self, tokens: int) -> int:
+        return -(-max(tokens, 0) // self.block_tokens)
+
+    def owned(self, slot: int) -> list[int]:
+        state = self.runtime.state
+        return list(state.blocks.blocks_of(state.slots.row_of(slot))) if state.blocks else []
+
+    def enough(self, needed: int) -> bool:
+        return not self.has_blocks or needed <= self.room()
+
+    def copies(self, story: Story) -> int:
+        """Blocks that a copy of a request takes, its answer's included."""
+        most = max(self.blocks(story.limit - 1), self.blocks(story.length))
+        return most - story.length // self.block_tokens
+
+    def any_slot(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.stories)))
+
+    def new_story(self, max_tokens: int | None, stop: tuple[int, ...]) -> Story:
+        rings = [
+            RingRows(min(self.context, window), window)
+            for window in set(self.toy.windows)
+            if window is not None
+        ]
+        return Story(max_tokens=max_tokens, stop=stop, rings=rings)
+
+    def limit_after(self, story: Story, count: int, max_tokens: int | None) -> int:
+        budget = story.max_tokens if max_tokens is None else max_tokens
+        total = len(story.tokens) + count
+        return min(self.context, total + (self.context if budget is None else budget))
+
+    def put(self, story: Story, tokens: list[int], limit: int, final: bool) -> None:
+        story.tokens += tokens
+        story.limit, story.reason, story.live = limit, 0, final
+        story.absorb(len(story.tokens) - 1)
+
+    # --- a request's life -------------------------------------------------------------------------
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+        max_tokens=st.one_of(st.none(), st.integers(1, 12), st.integers(1, 40)),
+        stops=st.booleans(),
+    )
+    def admit(self, prompt: list[int], max_tokens: int | None, stops: bool) -> None:
+        stop = (STOP, prompt[0]) if stops else ()
+        story = self.new_story(max_tokens, stop)
+        limit = self.limit_after(story, len(prompt), None)
+        options: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
+        if len(self.stories) == self.slots:
+            error: Any = SlotsExhausted
+        elif len(prompt) >= self.context:
+            error = ContextFull
+        elif not self.enough(self.blocks(limit - 1)):
+            error = BlocksExhausted
+        else:
+            self.put(story, prompt, limit, final=True)
+            self.stories[self.runtime.admit(prompt, **options)] = story
+            return
+        with refused(self.runtime, error):
+            self.runtime.admit(prompt, **options)
+
+    @precondition(lambda self: len(self.stories) < self.slots)
+    @rule(max_tokens=st.integers(1, 10))
+    def open(self, max_tokens: int) -> None:
+        slot = self.runtime.open(max_tokens=max_tokens)
+        self.stories[slot] = self.new_story(max_tokens, (STOP,))
+        assert self.runtime.tokens_of(slot) == []
+
+    @precondition(lambda self: self.stories)
+    @rule(
+        data=st.data(),
+        tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+        max_tokens=st.one_of(st.none(), st.integers(1, 10)),
+        final=st.sampled_from([True, True, False]),
+    )
+    def extend(
+        self, data: st.DataObject, tokens: list[int], max_tokens: int | None, final: bool
+    ) -> None:
+        slot = self.any_slot(data)
+        story = self.stories[slot]
+        limit = self.limit_after(story, len(tokens), max_tokens)
+        options: dict[str, Any] = {"max_tokens": max_tokens, "final": final}
+        if len(story.tokens) + len(tokens) >= self.context:
+            error: Any = ContextFull
+        elif not self.enough(self.blocks(limit - 1) - len(self.owned(slot))):
+            error = BlocksExhausted
+        else:
+            self.runtime.extend(slot, tokens, **options)
+            self.put(story, tokens, limit, final)
+            return
+        with refused(self.runtime, error):
+            self.runtime.extend(slot, tokens, **options)
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        slot = self.any_slot(data)
+        del self.stories[slot]
+        self.runtime.retire(slot)
+        with pytest.raises(StaleSlot):
+            self.runtime.step([slot])
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def some_of(self, data: st.DataObject) -> list[int]:
+        live = sorted(slot for slot, story in self.stories.items() if story.live)
+        if not live:
+            return []
+        order = data.draw(st.permutations(live))
+        return list(order[: data.draw(st.integers(1, len(order)))])
+
+    def submit(self, slots: list[int]) -> tuple[StepResult, list[Story]]:
+        result = self.runtime.step(slots, eager=not self.captured)
+        return result, [self.stories[slot] for slot in slots]
+
+    def read(self, submitted: tuple[StepResult, list[Story]], newest: bool = True) -> None:
+        result, stories = submitted
+        told = zip(stories, result.tokens(), result.reasons, strict=True)
+        logits = result.logits if newest and stories else None
+        for row, (story, token, reason) in enumerate(told):
+            if not story.reason and logits is not None:
+                expected = self.oracle.next_logits(story.tokens)
+                assert np.allclose(logits[row].numpy(), expected, atol=TIE / 4)
+            self.hear(story, token, reason)
+
+    def hear(self, story: Story, token: int, reason: FinishReason) -> None:
+        if not story.reason:
+            self.oracle.check_greedy(story.tokens, token)
+            story.absorb(len(story.tokens))
+            story.tokens.append(token)
+            if token in story.stop:
+                story.reason = FinishReason.STOP
+            elif len(story.tokens) >= self.context:
+                story.reason = FinishReason.CONTEXT
+            elif len(story.tokens) >= story.limit:
+                story.reason = FinishReason.LENGTH
+        else:
+            assert token == -1
+        assert reason == story.reason
+
+    def steps_of(self, slots: list[int], times: int) -> None:
+        """One batch again and again, two steps in flight."""
+        waiting: list[tuple[StepResult, list[Story]]] = []
+        for _ in range(times):
+            waiting.append(self.submit(slots))
+            if len(waiting) == 2:
+                self.read(waiting.pop(0), newest=False)
+        for submitted in waiting:
+            self.read(submitted)
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data(), times=st.integers(1, 9))
+    def steps(self, data: st.DataObject, times: int) -> None:
+        self.steps_of(self.some_of(data), times)
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data(), leaves=st.booleans(), comes=st.booleans(), newer_first=st.booleans())
+    def two_in_flight(
+        self, data: st.DataObject, leaves: bool, comes: bool, newer_first: bool
+    ) -> None:
+        """Two batches unread while a request leaves and another takes a slot."""
+        first, second = (self.submit(self.some_of(data)) for _ in range(2))
+        if leaves:
+            self.retire.__wrapped__(self, data) if False else self._leave(data)
+        if comes and len(self.stories) < self.slots and self.enough(self.blocks(6)):
+            story = self.new_story(3, ())
+            self.put(story, [5, 9, 2, 44], 7, final=True)
+            self.stories[self.runtime.admit([5, 9, 2, 44], max_tokens=3, stop=())] = story
+        if newer_first:
+            second[0].tokens()
+        self.read(first, newest=False)
+        self.read(second)
+
+    def _leave(self, data: st.DataObject) -> None:
+        slot = self.any_slot(data)
+        del self.stories[slot]
+        self.runtime.retire(slot)
+
+    @rule()
+    def capture(self) -> None:
+        """Anew, with requests alive."""
+        self.runtime.capture(progress=False)
+        self.captured = True
+
+    # --- copies and ways back ---------------------------------------------------------------------
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        slot = self.any_slot(data)
+        story = self.stories[slot]
+        if len(self.stories) == self.slots:
+            error: Any = SlotsExhausted
+        elif not self.enough(self.copies(story)):
+            error = BlocksExhausted
+        else:
+            self.stories[self.runtime.fork(slot)] = story.copy()
+            return
+        with refused(self.runtime, error):
+            self.runtime.fork(slot)
+
+    @precondition(lambda self: any(story.tokens for story in self.stories.values()))
+    @rule(data=st.data(), far=st.booleans())
+    def rewind(self, data: st.DataObject, far: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(s for s, y in self.stories.items() if y.tokens)))
+        story = self.stories[slot]
+        nearest = 0 if far else max(0, story.length - 6)
+        length = data.draw(st.integers(nearest, story.length))
+        users, owned = blocks_in_use(self.runtime.state, self.held()), self.owned(slot)
+        shared = sum(users[block] > 1 for block in owned[length // self.block_tokens :])
+        if not all(ring.can_go_on_at(length) for ring in story.rings):
+            error: Any = RewindTooFar
+        elif not self.enough(shared):
+            error = BlocksExhausted
+        else:
+            self.runtime.rewind(slot, length)
+            story.length, story.tokens = length, story.tokens[: length + 1]
+            if len(story.tokens) < story.limit:
+                story.reason = 0
+            return
+        with refused(self.runtime, error):
+            self.runtime.rewind(slot, length)
+
+    @precondition(lambda self: self.stories and len(self.saved) < 3)
+    @rule(data=st.data(), to_host=st.booleans())
+    def checkpoint(self, data: st.DataObject, to_host: bool) -> None:
+        slot = self.any_slot(data)
+        story = self.stories[slot]
+        if not self.enough(self.blocks(story.length) - story.length // self.block_tokens):
+            with refused(self.runtime, BlocksExhausted):
+                self.runtime.checkpoint(slot)
+            return
+        checkpoint = self.runtime.checkpoint(slot)
+        self.saved.append((checkpoint.to_host() if to_host else checkpoint, story.copy()))
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        checkpoint, story = data.draw(st.sampled_from(self.saved))
+        if len(self.stories) == self.slots:
+            error: Any = SlotsExhausted
+        elif not self.enough(
+            self.copies(story)
+            if checkpoint.store is not None
+            else self.blocks(max(story.limit - 1, story.length))
+        ):
+            error = BlocksExhausted
+        else:
+            self.stories[self.runtime.restore(checkpoint)] = story.copy()
+            return
+        with refused(self.runtime, error):
+            self.runtime.restore(checkpoint)
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """Into another runtime of the same layout, its memory NaN too."""
+        checkpoint, story = data.draw(st.sampled_from(self.saved))
+        with self.make_runtime() as other:
+            poison(other.state)
+            slot = other.restore(checkpoint)
+            there = story.copy()
+            assert other.tokens_of(slot) == there.tokens
+            if there.live:
+                result = other.step([slot], eager=True)
+                self.hear(there, result.tokens()[0], result.reasons[0])
+            audit(other.state)
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.saved))
+        self.saved.remove(entry)
+        entry[0].release()
+        with pytest.raises(StaleSlot):
+            self.runtime.restore(entry[0])
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if not hasattr(self, "runtime"):
+            return
+        state = self.runtime.state
+        audit(state, self.held())
+        assert state.slots.live == len(self.stories)
+        for slot, story in self.stories.items():
+            row = state.slots.row_of(slot)
+            assert int(state.len[row]) == story.length
+            assert int(state.done[row]) == story.reason
+            assert int(state.limit[row]) == story.limit
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(
+    max_examples=70,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
