@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,10 @@ from .subjects import CONTEXT, smollm2_shape
 
 BATCHES = (1, 8, 64)
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command()
 def main(
     output: Annotated[Path | None, typer.Option(help="Write JSON here too.")] = None,
     quick: Annotated[bool, typer.Option(help="Batch 8 only.")] = False,
@@ -117,4 +119,4 @@ def _gate_table(gates: list[Gate]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    app()

@@ -26,9 +26,7 @@ class FullHistory:
         def weight(tensor: torch.Tensor) -> np.ndarray:
             return tensor.cpu().double().numpy()
 
-        self.embedding, self.places, self.head = map(
-            weight, (toy.embedding, toy.places, toy.head)
-        )
+        self.embedding, self.places, self.head = map(weight, (toy.embedding, toy.places, toy.head))
         self.layers = [{name: weight(w) for name, w in layer.items()} for layer in toy.layers]
         self.windows, self.vocab = toy.windows, toy.vocab
         self.heads, self.kv_heads, self.dim = toy.heads, toy.kv_heads, toy.head_dim

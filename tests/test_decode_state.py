@@ -11,26 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from capture import DecodeRuntime, Ladder, StepResult
-from graphcache import Checkpoint, DecodeState, Field, FinishReason, KVLayerSchema
+from graphcache import Checkpoint, FinishReason
 from graphcache.errors import (
     BlocksExhausted,
     ContextFull,
-    InvalidRequest,
-    LayoutMismatch,
-    PrefillFailed,
     RewindTooFar,
-    SchemaError,
-    SlotPrefilling,
     SlotsExhausted,
     StaleSlot,
 )
-from tests.books import audit, blocks_in_use, poison, refused, table_of
+from tests.books import audit, blocks_in_use, poison, refused
 from tests.history_oracle import TIE, FullHistory, RingRows, Story
 from tests.toy import VOCAB, ToyDecoder
 
