@@ -32,7 +32,8 @@ class BlockStore:
         max_requests: slots; row `max_requests` of the table is scratch's.
         max_context: most tokens of a slot; fixes the table's width.
         block_tokens: tokens in a block.
-        num_blocks: blocks that can be handed out; one scratch block comes after them.
+        num_blocks: blocks that can be handed out, one scratch block comes after them; None for as
+            many as `max_requests` slots of `max_context` tokens take.
         device: of blocks and tables.
         clock: of the steps that read blocks.
         uploads: carries table rows to the device.
@@ -51,16 +52,18 @@ class BlockStore:
         max_requests: int,
         max_context: int,
         block_tokens: int,
-        num_blocks: int,
+        num_blocks: int | None,
         device: torch.device,
         clock: StepClock,
         uploads: Uploads,
     ) -> None:
-        if block_tokens < 1 or num_blocks < 1:
-            raise SchemaError(
-                f"block_tokens and the number of blocks must be at least 1, "
-                f"got {block_tokens} and {num_blocks}"
-            )
+        if block_tokens < 1:
+            raise SchemaError(f"block_tokens must be at least 1, got {block_tokens}")
+        width = -(-max_context // block_tokens)
+        if num_blocks is None:
+            num_blocks = max_requests * width
+        if num_blocks < 1:
+            raise SchemaError(f"the number of blocks must be at least 1, got {num_blocks}")
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
         self.pool = StatePool(
@@ -72,7 +75,6 @@ class BlockStore:
             num_blocks,
             device,
         )
-        width = -(-max_context // block_tokens)
         self.table = torch.full(
             (max_requests + 1, width), num_blocks, dtype=torch.int32, device=device
         )

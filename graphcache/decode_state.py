@@ -21,34 +21,19 @@ from torch import Tensor
 from .batch import Batch
 from .block_store import BlockStore
 from .checkpoint import Checkpoint
+from .control import Control, Lengths
 from .errors import ContextFull, InvalidRequest, LayoutMismatch, PrefillFailed, SchemaError
-from .kv_layer import KVLayer
-from .ops.advance import STOP_TOKENS, advance
+from .layout import LayerSchema, derived_modulus, in_blocks, make_layers, slot_fields
+from .ops.advance import advance
 from .ops.begin_step import begin_step
 from .ops.sample import sample
 from .pool import Field, StatePool
 from .request import RequestOptions, check_tokens, draw_seed
 from .rings import check_rewind, rings_of
-from .schema import KVLayerSchema, LayerCacheSchema
 from .slots import NoSteps, SlotManager, SlotPhase, StepClock
-from .state_cache import StateCachePool
 from .uploads import Uploads
 
 __all__ = ["DecodeState"]
-
-# What admission sets, in the order of the arena: one copy carries all of it.
-CONTROL = (
-    Field("len", (), torch.int32, reset=True),
-    Field("high", (), torch.int32, reset=True),
-    Field("floor", (), torch.int32, reset=True),
-    Field("done", (), torch.int32, reset=True),
-    Field("limit", (), torch.int32, reset=True),
-    Field("temperature", (), torch.float32, reset=True),
-    Field("top_k", (), torch.int32, reset=True),
-    Field("top_p", (), torch.float32, initial=1, reset=True),
-    Field("seed", (), torch.int64, reset=True),
-    Field("stop", (STOP_TOKENS,), torch.int32, initial=-1, reset=True),
-)
 
 
 @dataclass
@@ -93,7 +78,7 @@ class DecodeState:
 
     def __init__(
         self,
-        schemas: Sequence[KVLayerSchema | LayerCacheSchema],
+        schemas: Sequence[LayerSchema],
         *,
         max_requests: int,
         max_context: int,
@@ -122,11 +107,16 @@ class DecodeState:
         self.rings = rings_of(self.schemas, max_context)
         # Without a reset a recycled slot would keep what the earlier request had there.
         self._model_fields = {field.name: replace(field, reset=True) for field in fields}
-        self._modulus = [s.swa_rows for s in self.schemas if isinstance(s, LayerCacheSchema)]
-        self.pool = StatePool(self._lay_out(), max_requests, self.device)
-        width = -(-max_context // block_tokens) if block_tokens > 0 else 0
-        self._uploads = Uploads(self.device, max(4096, 4 * max_context, 4 * width))
-        self.blocks = self._make_blocks(block_tokens, kv_blocks, width)
+        modulus = derived_modulus(self.schemas)
+        self.pool = StatePool(
+            slot_fields(self.schemas, self._model_fields.values(), max_context),
+            max_requests,
+            self.device,
+        )
+        self._uploads = Uploads(self.device, max(4096, 4 * max_context))
+        self._control = Control(self.pool, self._uploads, modulus)
+        self.blocks = self._make_blocks(block_tokens, kv_blocks)
+        self.layers = make_layers(self.schemas, self.pool, self.blocks, self._control.derived)
 
         self.len = self.pool["len"]
         self.high = self.pool["high"]
@@ -134,13 +124,6 @@ class DecodeState:
         self.done = self.pool["done"]
         self.limit = self.pool["limit"]
         self.tokens = self.pool["tokens"]
-        self._derived = self.pool["derived"] if self._modulus else None
-        self._modulus_on_device = (
-            torch.tensor(self._modulus, dtype=torch.int32, device=self.device)
-            if self._modulus
-            else None
-        )
-        self.layers = [self._make_layer(i, schema) for i, schema in enumerate(self.schemas)]
         self._rows: dict[int, _Row] = {}
 
     # --- inside a step ---------------------------------------------------------------------------
@@ -187,7 +170,7 @@ class DecodeState:
         return advance(
             sampled, accepted, requested, batch.slots, batch.q_len, self.len, self.high,
             self.done, self.tokens, self.limit, self.pool["stop"], self.vocab_size,
-            self._derived, self._modulus_on_device,
+            self._control.derived, self._control.modulus,
         )  # fmt: skip
 
     # --- a request's life ------------------------------------------------------------------------
@@ -224,12 +207,7 @@ class DecodeState:
         handle = self.slots.admit()
         row = self.slots.row_of(handle)
         self.pool.reset_row(row)
-        stop_row = np.full(STOP_TOKENS, -1, dtype=np.int32)
-        stop_row[: len(options.stop)] = options.stop
-        self._set(
-            row, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-            seed=options.seed, stop=stop_row,
-        )  # fmt: skip
+        self._control.write_options(row, options)
         for name, value in values.items():
             self._uploads.copy(self.pool[name][row], value)
         self._rows[row] = _Row(options)
@@ -267,7 +245,7 @@ class DecodeState:
             )
         length, high, present = 0, 0, 0
         if not known.fresh:
-            length, high, _, _ = self._read_lengths(row)
+            length, high, _, _ = self._lengths(row)
             present = length + 1
         total = present + len(ids)
         if total >= self.max_context:
@@ -280,7 +258,7 @@ class DecodeState:
         if self.blocks is not None:
             self.blocks.reserve(row, limit - 1)
         self._uploads.copy(self.tokens[row, present:total], np.array(ids, dtype=np.int32))
-        self._set(row, done=0, limit=limit)
+        self._control.write(row, done=0, limit=limit)
         known.high, known.fresh = high, False
         self.slots.mark_prefilling(row)
         return range(length, total - 1)
@@ -303,7 +281,7 @@ class DecodeState:
         row = self.slots.row_of(handle)
         known = self._rows[row]
         known.high = max(known.high, positions.stop)
-        self._set_length(row, positions.stop, high=known.high)
+        self._control.write_length(row, positions.stop, known.high)
 
     def complete_prefill(self, handle: int) -> None:
         """Steps may take the slot from now on."""
@@ -343,7 +321,7 @@ class DecodeState:
             **{**vars(known.options), "seed": draw_seed() if seed is None else seed},
             vocab_size=self.vocab_size,
         )
-        length, _, _, limit = self._read_lengths(row)
+        length, _, _, limit = self._lengths(row)
         forked = self.slots.admit()
         target = self.slots.row_of(forked)
         try:
@@ -353,7 +331,7 @@ class DecodeState:
             self.slots.retire(forked)
             raise
         self.pool.copy_row(row, target)
-        self._set(target, seed=options.seed)
+        self._control.write(target, seed=options.seed)
         self._rows[target] = _Row(options, fresh=known.fresh)
         if self.slots.phase(handle) is SlotPhase.LIVE:
             self.slots.mark_live(target)
@@ -374,7 +352,7 @@ class DecodeState:
         self._known(row, handle)
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
             raise InvalidRequest(f"a length is an int of at least 0, got {length!r}")
-        current, high, floor, limit = self._read_lengths(row)
+        current, high, floor, limit = self._lengths(row)
         if length > current or not limit:
             raise InvalidRequest(
                 f"can't rewind to {length} tokens: slot {handle} has absorbed {current}"
@@ -382,8 +360,8 @@ class DecodeState:
         check_rewind(length, high, floor, self.rings)
         if self.blocks is not None:
             self.blocks.rewind(row, length)
-        self._set(row, done=0)
-        self._set_length(row, length, high=high)
+        self._control.write(row, done=0)
+        self._control.write_length(row, length, high)
 
     def checkpoint(self, handle: int) -> Checkpoint:
         """All that a slot owns, kept until it is released; the slot goes on as before.
@@ -395,7 +373,7 @@ class DecodeState:
         """
         row = self.slots.row_of(handle)
         known = self._known(row, handle)
-        length, _, _, limit = self._read_lengths(row)
+        length, _, _, limit = self._lengths(row)
         held = self.blocks.hold(row, length) if self.blocks is not None else []
         return Checkpoint(
             row_bytes=self.pool.arena[row].clone(),
@@ -461,70 +439,31 @@ class DecodeState:
 
     def length_of(self, handle: int) -> int:
         """Tokens that a slot has absorbed, after the steps submitted so far, which it waits for."""
-        return self._read_lengths(self.slots.row_of(handle))[0]
+        return self._lengths(self.slots.row_of(handle))[0]
 
     def tokens_of(self, handle: int) -> list[int]:
         """All tokens of a slot, the pending one last; waits for the steps submitted so far."""
         row = self.slots.row_of(handle)
-        length, _, _, limit = self._read_lengths(row)
+        length, _, _, limit = self._lengths(row)
         tokens: list[int] = self.tokens[row, : length + 1].tolist() if limit else []
         return tokens
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _lay_out(self) -> list[Field]:
-        fields = list(CONTROL)
-        if self._modulus:
-            fields.append(Field("derived", (len(self._modulus),), torch.int32, reset=True))
-        fields.extend(self._model_fields.values())
-        for index, schema in enumerate(self.schemas):
-            if isinstance(schema, LayerCacheSchema):
-                fields.extend(StateCachePool.fields(schema, f"layer{index}.", head=False))
-            elif schema.window is not None:
-                rows = schema.ring_rows(self.max_context)
-                for name, dim in (("k", schema.k_head_dim), ("v", schema.v_head_dim)):
-                    shape = (schema.kv_heads, rows, dim)
-                    fields.append(Field(f"layer{index}.{name}", shape, schema.dtype))
-        fields.append(Field("tokens", (self.max_context,), torch.int32))
-        return fields
-
-    def _make_blocks(
-        self, block_tokens: int, kv_blocks: int | None, width: int
-    ) -> BlockStore | None:
-        full = {
-            index: schema
-            for index, schema in enumerate(self.schemas)
-            if isinstance(schema, KVLayerSchema) and schema.window is None
-        }
-        if not full:
+    def _make_blocks(self, block_tokens: int, kv_blocks: int | None) -> BlockStore | None:
+        schemas = in_blocks(self.schemas)
+        if not schemas:
             return None
         return BlockStore(
-            full,
+            schemas,
             max_requests=self.max_requests,
             max_context=self.max_context,
             block_tokens=block_tokens,
-            num_blocks=self.max_requests * width if kv_blocks is None else kv_blocks,
+            num_blocks=kv_blocks,
             device=self.device,
             clock=self.clock,
             uploads=self._uploads,
         )
-
-    def _make_layer(
-        self, index: int, schema: KVLayerSchema | LayerCacheSchema
-    ) -> KVLayer | StateCachePool:
-        prefix = f"layer{index}."
-        if isinstance(schema, LayerCacheSchema):
-            assert self._derived is not None
-            column = sum(isinstance(s, LayerCacheSchema) for s in self.schemas[:index])
-            head = self._derived[:, column]
-            return StateCachePool(
-                schema, self.max_requests, pool=self.pool, prefix=prefix, swa_head=head
-            )
-        if schema.window is not None:
-            return KVLayer(schema, self.pool[f"{prefix}k"], self.pool[f"{prefix}v"], None)
-        assert self.blocks is not None
-        blocks = self.blocks.pool
-        return KVLayer(schema, blocks[f"{prefix}k"], blocks[f"{prefix}v"], self.blocks.table)
 
     def _check_fields(self, fields: Mapping[str, object]) -> dict[str, np.ndarray]:
         values = {}
@@ -551,27 +490,7 @@ class DecodeState:
             )
         return known
 
-    def _read_lengths(self, row: int) -> tuple[int, int, int, int]:
-        """len, high, floor and limit, once the steps submitted so far have completed."""
+    def _lengths(self, row: int) -> Lengths:
+        """The slot's lengths once the steps submitted so far have completed."""
         self.clock.wait(self.clock.submitted)
-        end = self.pool.byte_range("limit")[1]
-        scalars = self.pool.arena[row, :end].view(torch.int32).tolist()
-        return scalars[0], scalars[1], scalars[2], scalars[4]
-
-    def _set(self, row: int, **values: object) -> None:
-        """Write control fields of a row that lie side by side, in one copy."""
-        names = list(values)
-        start = self.pool.byte_range(names[0])[0]
-        end = self.pool.byte_range(names[-1])[1]
-        packed = np.zeros(end - start, dtype=np.uint8)
-        for name, value in values.items():
-            first, past = self.pool.byte_range(name)
-            element = torch.as_tensor(value, dtype=self.pool.fields[name].dtype)
-            packed[first - start : past - start] = element.view(-1).view(torch.uint8).numpy()
-        self._uploads.copy(self.pool.arena[row, start:end], packed)
-
-    def _set_length(self, row: int, length: int, *, high: int) -> None:
-        self._set(row, len=length, high=high)
-        if self._derived is not None:
-            heads = np.array([length % modulus for modulus in self._modulus], dtype=np.int32)
-            self._uploads.copy(self._derived[row], heads)
+        return self._control.read(row)

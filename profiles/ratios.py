@@ -20,9 +20,9 @@ from .timing import Sample, alternate, graph_node_us
 
 __all__ = ["Ratio", "append_ratios", "step_ratios"]
 
-COUNT = 400
+COUNT = 300
 PERIOD_STEPS = 300
-PERIOD_ROUNDS = 5
+PERIOD_ROUNDS = 3
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def make_runtime(model: Any, rows: int, **options: Any) -> tuple[DecodeRuntime, 
         max_context=MAX_CONTEXT,
         ladder=Ladder([rows]),
         block_tokens=64,
+        prefill_chunk=CONTEXT,
         **options,
     )
     runtime.capture(progress=False)
