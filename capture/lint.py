@@ -44,7 +44,10 @@ RANDOM = (
     "it draws from the framework's random state, which a replay does not move: every replay would "
     "draw the same numbers. Draw from a counter kept by slot, as graphcache's sampler does"
 )
-SYNC = "it waits for the device, which breaks a capture. Leave it out of the step"
+MOVES = (
+    "it gives a tensor other memory: captured kernels keep the addresses they had. Make the tensor "
+    "in its full size before capture, and write into it"
+)
 
 _READS = {
     getattr(Tensor, name): (f"Tensor.{name}()", HOST_READ)
@@ -67,6 +70,7 @@ _DATA_DEPENDENT = {
     _aten.unique_dim, _aten.unique_consecutive, _aten.repeat_interleave, _aten.bincount,
     _aten._to_sparse,
 }  # fmt: skip
+_MOVES = {_aten.resize_, _aten.resize_as_, _aten.set_}
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
@@ -156,6 +160,8 @@ class _DispatchNet(TorchDispatchMode):
             func, args, kwargs
         ):
             _refuse(str(func), RANDOM)
+        if packet in _MOVES:
+            _refuse(str(func), MOVES)
         if packet is _aten.copy_ and _crosses(args[1], args[0]):
             _refuse(str(func), CROSSES_DEVICES)
         if packet in _INDEXED and any(_crosses(t, args[0]) for t in _moved(args)):

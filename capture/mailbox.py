@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from enum import Enum
 from typing import Final
 
 import torch
@@ -19,7 +20,7 @@ from graphcache.ops.publish import publish
 from .errors import DeviceLost
 from .host_view import host_view
 
-__all__ = ["DEPTH", "Mailbox"]
+__all__ = ["DEPTH", "Arrival", "Mailbox"]
 
 DEPTH: Final = 4
 """Places in the ring. Two steps may be unread; a power of two keeps the remainder cheap."""
@@ -29,6 +30,14 @@ SPIN_NS: Final = 120_000
 CHECK_NS: Final = 1_000_000
 POLLS: Final = 64
 OVERDUE_SLEEP_S: Final = 20e-6
+
+
+class Arrival(Enum):
+    """How a wait found its step."""
+
+    BEFORE = "complete before the wait began"
+    SEEN = "seen to complete while polling"
+    OVERSLEPT = "complete when the wait woke up to poll"
 
 
 class Mailbox:
@@ -74,8 +83,8 @@ class Mailbox:
             self._reason_view[row : row + rows].tolist(),
         )
 
-    def wait(self, step: int, expected_ns: int = 0, timeout: float | None = None) -> None:
-        """Return once `step` has completed.
+    def wait(self, step: int, expected_ns: int = 0, timeout: float | None = None) -> Arrival:
+        """Return once `step` has completed, with how it was found.
 
         Sleeps until shortly before `expected_ns`, then polls; both let other threads run. Asks the
         device every millisecond whether it lives.
@@ -91,7 +100,7 @@ class Mailbox:
         """
         word = self._word_view
         if word[0] >= step:
-            return
+            return Arrival.BEFORE
         now = time.perf_counter_ns()
         deadline = None if timeout is None else now + int(timeout * 1e9)
         next_check = now + CHECK_NS
@@ -104,12 +113,12 @@ class Mailbox:
             else:
                 for _ in range(POLLS):
                     if word[0] >= step:
-                        return
+                        return Arrival.SEEN
                 overdue = now > expected_ns + CHECK_NS
                 time.sleep(OVERDUE_SLEEP_S if overdue else 0)
             now = time.perf_counter_ns()
             if word[0] >= step:
-                return
+                return Arrival.OVERSLEPT if early > 0 else Arrival.SEEN
             if now >= next_check:
                 next_check = now + CHECK_NS
                 # Dry first, then the word once more: a step may complete between the two.

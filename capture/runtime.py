@@ -9,58 +9,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from graphcache import Batch, Checkpoint, DecodeState
-from graphcache.errors import DuplicateSlot, SchemaError, UnsupportedModel
-from graphcache.scopes import listening, scope
+from graphcache import PAD_SLOT, Checkpoint, DecodeState
+from graphcache.errors import DuplicateSlot, InvalidRequest, SchemaError, UnsupportedModel
 
-from .backend import CapturedStep, choose_backend
+from .backend import choose_backend
 from .batch import StepBatch
+from .captures import BucketStep, Captures
 from .errors import (
     BatchTooLarge,
-    CaptureError,
     DeviceLost,
     NotCaptured,
     RuntimeBusy,
     RuntimeClosed,
     StepsOutstanding,
 )
-from .ladder import Bucket, Ladder, Refusal
-from .lint import Lint
-from .mailbox import Mailbox
-from .pointers import PointerLedger, tensors_of_model
+from .ladder import Ladder, Refusal
+from .mailbox import Arrival, Mailbox
+from .pointers import tensors_of_model
 from .ranges import Ranges
-from .report import MIB, BucketCost, BucketUse, CaptureReport, Counters
+from .report import CaptureReport, Counters
 from .result import StepResult
-from .source import line_of_error
-from .watch import StepWatch
+from .step import DecodeStep, Sampler
 
 __all__ = ["DecodeRuntime"]
 
 CLOSE_TIMEOUT_S = 10.0
-Sampler = Callable[[Tensor, Batch], Tensor]
-
-
-class _Bucket:
-    """One rung of the ladder: the step as a function, its capture, and what is known of both."""
-
-    __slots__ = ("captured", "duration_ns", "key", "prepare", "replay", "step", "use")
-
-    def __init__(self, key: Bucket, step: Callable[[], None], use: BucketUse, ranges: Ranges):
-        self.key = key
-        self.step = step
-        self.use = use
-        self.captured: CapturedStep | None = None
-        self.duration_ns = 0
-        self.prepare = ranges.attributes("prepare", key.rows)
-        self.replay = ranges.attributes("replay", key.rows)
 
 
 class _Clock:
@@ -153,22 +133,32 @@ class DecodeRuntime:
                 clock=self._clock,
             )
             self._inputs = StepBatch(tokens, self.device, self._backend)
-        self._sampler: Sampler = sampler or self.state.sample
         self._keep_logits = keep_logits
-        self._logits: Tensor | None = None
-
+        self._step = DecodeStep(
+            model,
+            self.state,
+            self._inputs,
+            self._mailbox,
+            sampler or self.state.sample,
+            keep_logits=keep_logits,
+        )
         self._ranges = Ranges(enabled=nvtx)
         self._listening = self._ranges.listening
         self._drain = self._ranges.attributes("drain")
         self.counters = Counters()
-        self._buckets = {key: self._make_bucket(key) for key in self.ladder.buckets}
-        self._pointers = PointerLedger(self._named_tensors)
+        self._captures = Captures(
+            self.ladder, self._step.of, self._backend, self._ranges, self.counters,
+            _Named(model, self.state, self._inputs),
+        )  # fmt: skip
+        self._buckets = self._captures.buckets
         self.report: CaptureReport | None = None
 
-        self._epoch = 0
+        # The batch last sent: to compare with, and to hand out.
         self._asked: list[int] = []
+        self._asked_slots: tuple[int, ...] = ()
+        self._epoch = 0
         self._asked_epoch = -1
-        self._entry: _Bucket | None = None
+        self._bucket: BucketStep | None = None
         self._newer: StepResult | None = None
         self._older: StepResult | None = None
         self._last_done_ns = 0
@@ -190,103 +180,12 @@ class DecodeRuntime:
         """
         with self._at_work():
             self._clock.wait(self._clock.submitted)
-            self._drop_captures()
-            costs = []
-            self._inputs.requested.fill_(-1)
+            self._inputs.requested.fill_(PAD_SLOT)
             self._asked_epoch = -1
-            self._pointers.record()
-            try:
-                keys = sorted(self.ladder.buckets, reverse=True)
-                with tqdm(keys, desc="capture", unit="bucket", disable=not progress) as bar:
-                    for key in bar:
-                        costs.append(self._capture_bucket(self._buckets[key]))
-                        taken = sum(cost.device_bytes for cost in costs) / MIB
-                        bar.set_postfix_str(f"{key} rows, {taken:.0f} MiB")
-                self._pointers.check()
-            except BaseException:
-                self._drop_captures()
-                raise
-            self.report = CaptureReport(self._backend.name, tuple(costs), self.state.memory_bytes())
+            self.report = None
+            costs = self._captures.capture(progress=progress)
+            self.report = CaptureReport(self._backend.name, costs, self.state.memory_bytes())
             return self.report
-
-    def _capture_bucket(self, bucket: _Bucket) -> BucketCost:
-        start = time.perf_counter()
-        for _ in range(self._backend.rehearsals):
-            self._rehearse(bucket.step)
-        with listening(self._ranges):
-            bucket.captured = self._backend.capture(bucket.step)
-        self._pointers.hold(bucket.captured.external)
-        bucket.duration_ns = 0
-        return BucketCost(
-            bucket=bucket.key,
-            nodes=bucket.captured.nodes,
-            capture_ms=(time.perf_counter() - start) * 1e3,
-            device_bytes=bucket.captured.device_bytes,
-        )
-
-    def _rehearse(self, step: Callable[[], None]) -> None:
-        """Run a step on padding rows: refuse what can't be captured, put back what it wrote."""
-        watch = StepWatch(preserve=True)
-        try:
-            with watch, Lint():
-                step()
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"the step raised {type(error).__name__}: {error}", source=line_of_error(error)
-            ) from error
-        finally:
-            # Host memory among what is restored is written by kernels that must have run by now.
-            self._backend.synchronize()
-            watch.restore()
-        self._pointers.hold(watch.external)
-
-    def _make_bucket(self, key: Bucket) -> _Bucket:
-        use = self.counters.buckets[key] = BucketUse()
-        return _Bucket(key, self._make_step(key), use, self._ranges)
-
-    def _make_step(self, key: Bucket) -> Callable[[], None]:
-        """The whole step of one bucket: what is rehearsed, captured, or run eagerly."""
-        requested = self._inputs.view(key)
-
-        def step() -> None:
-            batch = self.state.begin(requested, key.q_len)
-            with scope("model"):
-                logits = self.model.decode(batch)
-            _check_logits(logits, key.tokens, self.state.vocab_size)
-            with scope("sample"):
-                sampled = self._sampler(logits, batch)
-            with scope("advance"):
-                emitted, reasons = self.state.advance(sampled, batch, requested)
-                self._mailbox.publish(emitted, reasons)
-            if self._keep_logits:
-                self._buffer_for(logits)[: key.tokens].copy_(logits)
-
-        return step
-
-    def _buffer_for(self, logits: Tensor) -> Tensor:
-        if self._logits is None:
-            # The first run is a rehearsal of the largest bucket, or eager: never inside a capture.
-            shape = (self.ladder.buckets[-1].tokens, logits.shape[1])
-            self._logits = torch.zeros(shape, dtype=logits.dtype, device=logits.device)
-        return self._logits
-
-    def _drop_captures(self) -> None:
-        for bucket in self._buckets.values():
-            if bucket.captured is not None:
-                with suppress(RuntimeError):
-                    bucket.captured.close()
-                bucket.captured = None
-        self._pointers.clear()
-        self.report = None
-
-    def _named_tensors(self) -> dict[str, Tensor]:
-        return {
-            **tensors_of_model(self.model),
-            **self.state.named_tensors(),
-            "step inputs": self._inputs.requested,
-        }
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -309,33 +208,42 @@ class DecodeRuntime:
         if not self._lock.acquire(False):
             raise RuntimeBusy(_BUSY)
         try:
+            if type(slots) is not list:
+                slots = list(slots)
+            if not slots:
+                self._check_usable()
+                return StepResult(0, (), None, 0, 0)
             older = self._older
             if older is not None and not older.is_read:
                 self._make_room(older)
+            if self._debug:
+                self._captures.pointers.check()
             number = self._clock.submitted + 1
             if slots != self._asked or self._epoch != self._asked_epoch:
-                if not self._prepare(slots, number, eager):
-                    return StepResult(0, (), None, 0, 0)
+                self._prepare(slots, number, eager)
             return self._submit(number, eager)
         finally:
             self._lock.release()
 
     def _submit(self, number: int, eager: bool) -> StepResult:
-        bucket = self._entry
+        bucket = self._bucket
         assert bucket is not None
         captured = bucket.captured
-        if self._debug:
-            self._pointers.check()
+        if captured is None and not eager:
+            raise NotCaptured(_NOT_CAPTURED)
+        self._clock.submitted = number
         if self._listening:
             self._ranges.open(bucket.replay)
         try:
             if eager or captured is None:
-                self._run_eagerly(bucket, eager)
+                with self._backend.context(), torch.no_grad(), _device_errors():
+                    bucket.step()
+                bucket.use.eager_runs += 1
             else:
                 captured.replay()
                 bucket.use.replays += 1
-        except DeviceLost as error:
-            self._lost = str(error)
+        except BaseException as error:
+            self._recount(error)
             raise
         finally:
             if self._listening:
@@ -344,18 +252,21 @@ class DecodeRuntime:
         now = time.perf_counter_ns()
         newer = self._newer
         start = now if newer is None or newer.is_read else max(now, newer.expected_ns)
-        result = StepResult(number, self._asked, self, now, start + bucket.duration_ns)
-        self._clock.submitted = number
+        result = StepResult(number, self._asked_slots, self, now, start + bucket.duration_ns)
         self._older, self._newer = newer, result
         return result
 
-    def _run_eagerly(self, bucket: _Bucket, eager: bool) -> None:
-        self._check_usable()
-        if not eager:
-            raise NotCaptured(_NOT_CAPTURED)
-        with self._backend.context(), torch.no_grad(), _device_errors():
-            bucket.step()
-        bucket.use.eager_runs += 1
+    def _recount(self, error: BaseException) -> None:
+        """A step ended by an exception: whether the device has counted it, the device knows."""
+        self._asked_epoch = -1
+        if isinstance(error, DeviceLost):
+            self._lost = str(error)
+            return
+        try:
+            self._backend.synchronize()
+        except DeviceLost as lost:
+            self._lost = str(lost)
+        self._clock.submitted = self._mailbox.completed()
 
     def _make_room(self, older: StepResult) -> None:
         newer = self._newer
@@ -367,12 +278,9 @@ class DecodeRuntime:
         # The newer step was read, so the older is complete: keep what would be overwritten.
         older.tokens()
 
-    def _prepare(self, slots: Sequence[int], number: int, eager: bool) -> bool:
-        """Validate a new batch and send its rows; False for an empty one."""
+    def _prepare(self, asked: list[int], number: int, eager: bool) -> None:
+        """Validate a new batch and send its rows."""
         self._check_usable()
-        asked = list(slots)
-        if not asked:
-            return False
         key = self.ladder.bucket_for(len(asked), self.ladder.q_len)
         if isinstance(key, Refusal):
             self.counters.refusals[key.reason] += 1
@@ -391,48 +299,54 @@ class DecodeRuntime:
         try:
             self._inputs.send(rows, key, number)
         except DeviceLost as error:
-            self._lost = str(error)
+            self._lose(error)
             raise
         finally:
             if self._listening:
                 self._ranges.close()
-        self._entry, self._asked, self._asked_epoch = bucket, asked, self._epoch
-        return True
+        # A copy: the caller's list may change under its name.
+        self._asked = asked.copy()
+        self._asked_slots = tuple(asked)
+        self._bucket, self._asked_epoch = bucket, self._epoch
 
     def collect(self, result: StepResult, timeout: float | None) -> tuple[list[int], list[int]]:
         """For `StepResult.tokens`: wait for a step and read what it gave."""
         if self._listening:
             self._ranges.open(self._drain)
         try:
-            self._mailbox.wait(result.number, result.expected_ns, timeout)
+            arrival = self._mailbox.wait(result.number, result.expected_ns, timeout)
         except DeviceLost as error:
-            self._lost = str(error)
+            self._lose(error)
             raise
         finally:
             if self._listening:
                 self._ranges.close()
-        self._learn_duration(result)
+        self._learn_duration(result, arrival)
         count = len(result.slots)
         return self._mailbox.read(result.number, count, count)
 
-    def _learn_duration(self, result: StepResult) -> None:
+    def _learn_duration(self, result: StepResult, arrival: Arrival) -> None:
         """Let the next wait for this bucket begin to poll shortly before the step is done."""
         now = time.perf_counter_ns()
-        took = now - max(result.submitted_ns, self._last_done_ns)
+        bucket = self._bucket
+        if bucket is not None and result.slots is self._asked_slots:
+            if arrival is Arrival.SEEN:
+                took = now - max(result.submitted_ns, self._last_done_ns)
+                known = bucket.duration_ns
+                bucket.duration_ns = took if not known else (3 * known + took) // 4
+            elif arrival is Arrival.OVERSLEPT:
+                bucket.duration_ns //= 2
         self._last_done_ns = now
-        bucket = self._entry
-        if bucket is not None and result.slots is self._asked:
-            known = bucket.duration_ns
-            bucket.duration_ns = took if not known else (3 * known + took) // 4
 
     def logits_of(self, result: StepResult) -> Tensor:
         """For `StepResult.logits`."""
-        if not self._keep_logits or self._logits is None:
+        logits = self._step.logits
+        if not self._keep_logits or logits is None:
             raise NotCaptured("logits are not kept; make the runtime with keep_logits=True")
         if result is not self._newer:
             raise NotCaptured(f"the logits of step {result.number} were overwritten by a later one")
         self._mailbox.wait(result.number)
-        return self._logits[: len(result.slots)]
+        return logits[: len(result.slots)]
 
     # --- a request's life ------------------------------------------------------------------------
 
@@ -451,9 +365,12 @@ class DecodeRuntime:
         """Admit a request with its prompt: `open`, then `extend`. Returns the slot's handle.
 
         Raises:
-            As `open` and `extend`; the slot is given back then.
+            InvalidRequest, ContextFull, BlocksExhausted, SlotsExhausted, PointerMoved: before
+                anything is written. Whatever the model raises in its prefill; the slot is given
+                back then.
         """
         with self._at_work():
+            tokens = self.state.check_prompt(tokens, max_tokens)
             slot = self._open(
                 max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                 seed=seed, stop=stop, fields=fields,
@@ -527,6 +444,7 @@ class DecodeRuntime:
     def fork(self, slot: int, *, seed: int | None = None) -> int:
         """A second request that goes on from here; see `DecodeState.fork`."""
         with self._at_work():
+            self._check_pointers()
             self._epoch += 1
             return self.state.fork(slot, seed)
 
@@ -543,7 +461,10 @@ class DecodeRuntime:
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Admit a request in a checkpoint's state; see `DecodeState.restore`."""
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidRequest(f"restore takes what checkpoint() returned, got {checkpoint!r}")
         with self._at_work():
+            self._check_pointers()
             self._epoch += 1
             return self.state.restore(checkpoint)
 
@@ -553,16 +474,42 @@ class DecodeRuntime:
             return self.state.tokens_of(slot)
 
     def close(self) -> None:
-        """Wait for the steps submitted, then free captures, before what they point to."""
-        if self._closed:
-            return
-        self._closed = True
+        """Wait for the steps submitted, then free captures, before what they point to.
+
+        Harmless when repeated. Tokens of steps that have completed can still be read.
+
+        Raises:
+            RuntimeBusy: while another thread is at work.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeBusy(_BUSY)
+        try:
+            if not self._closed:
+                self._closed = True
+                self._asked_epoch = -1
+                self._free()
+        finally:
+            self._lock.release()
+
+    def _free(self) -> None:
         if self._lost is None:
-            with suppress(DeviceLost, TimeoutError):
+            try:
                 self._mailbox.wait(self._clock.submitted, timeout=CLOSE_TIMEOUT_S)
                 self._backend.synchronize()
-        self._drop_captures()
-        self._backend.close()
+            except TimeoutError:
+                # Still running: what it uses must outlive it.
+                _abandoned.append(self)
+                return
+            except DeviceLost as error:
+                self._lost = str(error)
+        for result in (self._older, self._newer):
+            if result is not None and not result.is_read and self._lost is None:
+                result.tokens()
+        self._captures.drop()
+        with suppress(RuntimeError):
+            self._backend.close()
+        # Results point here: without these a closed runtime is freed with its last reference.
+        self._older = self._newer = self._bucket = None
 
     def __enter__(self) -> DecodeRuntime:
         return self
@@ -573,8 +520,7 @@ class DecodeRuntime:
     # --- private ---------------------------------------------------------------------------------
 
     def _open(self, **options: Any) -> int:
-        if self.report is not None:
-            self._pointers.check()
+        self._check_pointers()
         self._epoch += 1
         return self.state.open(**options)
 
@@ -594,6 +540,15 @@ class DecodeRuntime:
         if final:
             self.state.complete_prefill(slot)
 
+    def _check_pointers(self) -> None:
+        if self.report is not None:
+            self._captures.pointers.check()
+
+    def _lose(self, error: DeviceLost) -> None:
+        """Remember that the device is lost; the steady path, too, must come to look."""
+        self._lost = str(error)
+        self._asked_epoch = -1
+
     def _check_usable(self) -> None:
         if self._closed:
             raise RuntimeClosed("this runtime is closed; make a new one")
@@ -609,10 +564,30 @@ class DecodeRuntime:
             with self._backend.context(), torch.no_grad(), _device_errors():
                 yield
         except DeviceLost as error:
-            self._lost = str(error)
+            self._lose(error)
             raise
         finally:
             self._lock.release()
+
+
+_abandoned: list[DecodeRuntime] = []
+"""Runtimes closed while a step would not end; kept, since the device still uses their memory."""
+
+
+class _Named:
+    """Tensors that captures hold, by name, as they are whenever it is called."""
+
+    def __init__(self, model: Any, state: DecodeState, inputs: StepBatch) -> None:
+        self._model = model
+        self._state = state
+        self._inputs = inputs
+
+    def __call__(self) -> dict[str, Tensor]:
+        return {
+            **tensors_of_model(self._model),
+            **self._state.named_tensors(),
+            "step inputs": self._inputs.requested,
+        }
 
 
 _BUSY = "the runtime is at work for another thread; it belongs to one thread at a time"
@@ -661,11 +636,3 @@ def _context_of(model: Any, asked: int | None) -> int:
     if most is not None and asked > most:
         raise SchemaError(f"max_context={asked} is beyond the model's {most}")
     return asked
-
-
-def _check_logits(logits: Any, tokens: int, vocab_size: int) -> None:
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != tokens:
-        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise SchemaError(f"decode must return logits [{tokens}, V], got {got}")
-    if logits.shape[1] < vocab_size:
-        raise SchemaError(f"logits of {logits.shape[1]} ids for a vocabulary of {vocab_size}")

@@ -84,6 +84,7 @@ class BlockStore:
         self._users = [0] * num_blocks
         self._free = deque(range(num_blocks))
         self._quarantine: deque[tuple[int, int]] = deque()
+        self._given_back: deque[list[int]] = deque()
 
     @property
     def free_blocks(self) -> int:
@@ -175,6 +176,24 @@ class BlockStore:
             if not self._users[block]:
                 self._quarantine.append((self._clock.submitted, block))
 
+    def give_back(self, blocks: list[int]) -> None:
+        """`drop` from any thread: done when blocks are next taken."""
+        self._given_back.append(blocks)
+
+    def check_free(self, count: int) -> None:
+        """Raise unless `count` blocks can be taken, now or once steps in flight are done.
+
+        Raises:
+            BlocksExhausted.
+        """
+        self._reclaim()
+        if count > self.free_blocks:
+            raise BlocksExhausted(
+                f"{count} blocks of {self.block_tokens} tokens are needed and {self.free_blocks} "
+                f"of {self.num_blocks} are free; retire a request, ask for fewer max_tokens, "
+                "or make the runtime with more kv_blocks"
+            )
+
     def blocks_of(self, row: int) -> tuple[int, ...]:
         """The slot's blocks, in the order of their positions."""
         return tuple(self._owned[row])
@@ -193,13 +212,7 @@ class BlockStore:
         return blocks[:full] + fresh
 
     def _take(self, count: int) -> list[int]:
-        self._reclaim()
-        if count > self.free_blocks:
-            raise BlocksExhausted(
-                f"{count} blocks of {self.block_tokens} tokens are needed and {self.free_blocks} "
-                f"of {self.num_blocks} are free; retire a request, ask for fewer max_tokens, "
-                "or make the runtime with more kv_blocks"
-            )
+        self.check_free(count)
         while len(self._free) < count:
             self._clock.wait(self._quarantine[0][0])
             self._reclaim()
@@ -209,6 +222,8 @@ class BlockStore:
         return taken
 
     def _reclaim(self) -> None:
+        while self._given_back:
+            self.drop(self._given_back.popleft())
         completed = self._clock.completed() if self._quarantine else 0
         while self._quarantine and self._quarantine[0][0] <= completed:
             self._free.append(self._quarantine.popleft()[1])

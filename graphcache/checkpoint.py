@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from .block_store import BlockStore
@@ -13,9 +15,11 @@ from .request import RequestOptions
 __all__ = ["Checkpoint"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoint:
     """What `DecodeState.checkpoint` took. Holds its blocks until `release`; a context manager.
+
+    Belongs to the thread that its runtime belongs to.
 
     Attributes:
         row_bytes: [row_stride_bytes] uint8: the slot's row of the arena, tokens included.
@@ -40,12 +44,20 @@ class Checkpoint:
     block_bytes: Tensor | None = None
     released: bool = field(default=False, init=False)
 
+    def __post_init__(self) -> None:
+        # Whoever reads this on another stream must know when it was written.
+        self._taken: torch.cuda.Event | None = None
+        if self.row_bytes.is_cuda:
+            self._taken = torch.cuda.Event()
+            self._taken.record()
+
     def to_host(self) -> Checkpoint:
         """Copy everything to host memory and give up the blocks; waits for the copies.
 
         The result can be restored into another state of the same layout. Returns itself.
         """
-        self._check()
+        self.check()
+        self._wait()
         if self.store is not None:
             self.block_bytes = self.store.pool.arena[self.held].cpu()
             self._drop()
@@ -58,7 +70,7 @@ class Checkpoint:
         Raises:
             BlocksExhausted: before anything is changed.
         """
-        self._check()
+        self._wait()
         tokens = max(self.limit - 1, self.length)
         if self.store is store:
             store.adopt(row, self.held, self.length, tokens)
@@ -70,6 +82,22 @@ class Checkpoint:
         if source is not None:
             for index, block in enumerate(store.blocks_of(row)[: len(source)]):
                 store.pool.arena[block].copy_(source[index])
+
+    def copy_row(self, target: Tensor) -> None:
+        """Copy the slot's row to `target` [row_stride_bytes], on the current stream."""
+        self._wait()
+        target.copy_(self.row_bytes)
+        if self.row_bytes.is_cuda:
+            self.row_bytes.record_stream(torch.cuda.current_stream(self.row_bytes.device))
+
+    def check(self) -> None:
+        """Raise if it can't be restored any more.
+
+        Raises:
+            StaleSlot: once it was released.
+        """
+        if self.released:
+            raise StaleSlot("this checkpoint was released; take a new one")
 
     def release(self) -> None:
         """Give up the blocks; the checkpoint can't be restored any more. Harmless when repeated."""
@@ -87,6 +115,12 @@ class Checkpoint:
             self.store.drop(self.held)
         self.store, self.held = None, []
 
-    def _check(self) -> None:
-        if self.released:
-            raise StaleSlot("this checkpoint was released; take a new one")
+    def _wait(self) -> None:
+        if self._taken is not None:
+            self._taken.synchronize()
+
+    def __del__(self) -> None:
+        # May run on any thread, at any time: the store takes the blocks back at its next turn.
+        with suppress(AttributeError):
+            if self.store is not None:
+                self.store.give_back(self.held)

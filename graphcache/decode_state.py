@@ -22,13 +22,20 @@ from .batch import Batch
 from .block_store import BlockStore
 from .checkpoint import Checkpoint
 from .control import Control, Lengths
-from .errors import ContextFull, InvalidRequest, LayoutMismatch, PrefillFailed, SchemaError
+from .errors import ContextFull, InvalidRequest, LayoutMismatch, SchemaError
+from .finish import FinishReason
 from .layout import LayerSchema, derived_modulus, in_blocks, make_layers, slot_fields
 from .ops.advance import advance
 from .ops.begin_step import begin_step
 from .ops.sample import sample
 from .pool import Field, StatePool
-from .request import RequestOptions, check_tokens, draw_seed
+from .request import (
+    RequestOptions,
+    check_max_tokens,
+    check_tokens,
+    draw_seed,
+    field_value,
+)
 from .rings import check_rewind, rings_of
 from .slots import NoSteps, SlotManager, SlotPhase, StepClock
 from .uploads import Uploads
@@ -45,7 +52,6 @@ class _Row:
     """`high` as of the last time it was read or written; steps move the device's on."""
     fresh: bool = True
     """No tokens yet: all lengths are 0, without asking the device."""
-    torn: bool = False
 
 
 class DecodeState:
@@ -213,6 +219,18 @@ class DecodeState:
         self._rows[row] = _Row(options)
         return handle
 
+    def check_prompt(self, tokens: Iterable[int], max_tokens: int | None) -> list[int]:
+        """The ids of a new request's prompt, if it can be admitted once a slot is free.
+
+        Raises:
+            InvalidRequest, ContextFull, BlocksExhausted.
+        """
+        ids = self._check_ids(tokens)
+        limit = self._limit_for(len(ids), check_max_tokens(max_tokens))
+        if self.blocks is not None:
+            self.blocks.check_free(self.blocks.blocks_for(limit - 1))
+        return ids
+
     def append_tokens(
         self, handle: int, tokens: Iterable[int], max_tokens: int | None = None
     ) -> range:
@@ -233,11 +251,9 @@ class DecodeState:
             InvalidRequest, ContextFull, BlocksExhausted, InvalidSlot, StaleSlot: before anything
                 is written.
         """
-        row = self.slots.row_of(handle)
-        known = self._known(row, handle)
-        ids = check_tokens(tokens, self.vocab_size)
-        if not ids:
-            raise InvalidRequest("no tokens: give at least one, a step needs one to start from")
+        row = self.slots.whole_row_of(handle)
+        known = self._rows[row]
+        ids = self._check_ids(tokens)
         options = known.options
         if max_tokens is not None:
             options = RequestOptions.checked(
@@ -248,13 +264,7 @@ class DecodeState:
             length, high, _, _ = self._lengths(row)
             present = length + 1
         total = present + len(ids)
-        if total >= self.max_context:
-            raise ContextFull(
-                f"{total} tokens leave no room for an answer in a context of {self.max_context}; "
-                "shorten the prompt, or make the runtime with a larger max_context"
-            )
-        budget = self.max_context if options.max_tokens is None else options.max_tokens
-        limit = min(total + budget, self.max_context)
+        limit = self._limit_for(total, options.max_tokens)
         if self.blocks is not None:
             self.blocks.reserve(row, limit - 1)
         self._uploads.copy(self.tokens[row, present:total], np.array(ids, dtype=np.int32))
@@ -289,7 +299,7 @@ class DecodeState:
 
     def mark_torn(self, handle: int) -> None:
         """A prefill failed midway: some layers have absorbed what others have not."""
-        self._rows[self.slots.row_of(handle)].torn = True
+        self.slots.mark_torn(self.slots.row_of(handle))
 
     def retire(self, handle: int) -> None:
         """End a request. Its slot and blocks rest until the steps submitted so far are done.
@@ -315,8 +325,8 @@ class DecodeState:
             SlotsExhausted, BlocksExhausted, InvalidSlot, StaleSlot, InvalidRequest: before
                 anything is written.
         """
-        row = self.slots.row_of(handle)
-        known = self._known(row, handle)
+        row = self.slots.whole_row_of(handle)
+        known = self._rows[row]
         options = RequestOptions.checked(
             **{**vars(known.options), "seed": draw_seed() if seed is None else seed},
             vocab_size=self.vocab_size,
@@ -340,16 +350,19 @@ class DecodeState:
     def rewind(self, handle: int, length: int) -> None:
         """Take a slot back to its first `length` absorbed tokens; the next one becomes pending.
 
-        Waits for the steps submitted so far. Clears nothing: what lies behind is overwritten.
+        Waits for the steps submitted so far. Clears nothing: what lies behind is overwritten. A
+        slot that had finished runs again, unless its budget leaves no token; `extend` renews it.
+
+        Args:
+            handle: of the slot.
+            length: at most the slot's present length.
 
         Raises:
-            RewindTooFar: when rows that are needed have been overwritten, or `length` is not
-                behind the slot's present length.
+            RewindTooFar: when rows that are needed have been overwritten.
             BlocksExhausted, InvalidSlot, StaleSlot, InvalidRequest: like it, before anything is
                 written.
         """
-        row = self.slots.row_of(handle)
-        self._known(row, handle)
+        row = self.slots.whole_row_of(handle)
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
             raise InvalidRequest(f"a length is an int of at least 0, got {length!r}")
         current, high, floor, limit = self._lengths(row)
@@ -360,7 +373,9 @@ class DecodeState:
         check_rewind(length, high, floor, self.rings)
         if self.blocks is not None:
             self.blocks.rewind(row, length)
-        self._control.write(row, done=0)
+        spent = length + 1 >= limit
+        ended = FinishReason.CONTEXT if limit == self.max_context else FinishReason.LENGTH
+        self._control.write(row, done=int(ended if spent else FinishReason.NONE))
         self._control.write_length(row, length, high)
 
     def checkpoint(self, handle: int) -> Checkpoint:
@@ -371,12 +386,13 @@ class DecodeState:
         Raises:
             BlocksExhausted, InvalidSlot, StaleSlot.
         """
-        row = self.slots.row_of(handle)
-        known = self._known(row, handle)
+        row = self.slots.whole_row_of(handle)
+        known = self._rows[row]
         length, _, _, limit = self._lengths(row)
+        row_bytes = self.pool.arena[row].clone()
         held = self.blocks.hold(row, length) if self.blocks is not None else []
         return Checkpoint(
-            row_bytes=self.pool.arena[row].clone(),
+            row_bytes=row_bytes,
             options=known.options,
             length=length,
             limit=limit,
@@ -398,6 +414,7 @@ class DecodeState:
                 "the checkpoint is of another layout of state: schemas, fields, block_tokens and "
                 "max_context must be equal where it was taken and where it is restored"
             )
+        checkpoint.check()
         handle = self.slots.admit()
         row = self.slots.row_of(handle)
         try:
@@ -406,7 +423,7 @@ class DecodeState:
         except Exception:
             self.slots.retire(handle)
             raise
-        self.pool.arena[row].copy_(checkpoint.row_bytes)
+        checkpoint.copy_row(self.pool.arena[row])
         self._rows[row] = _Row(checkpoint.options, fresh=not checkpoint.limit)
         if checkpoint.live:
             self.slots.mark_live(row)
@@ -420,6 +437,7 @@ class DecodeState:
         layout = (
             self.pool.fingerprint,
             self.schemas,
+            self.vocab_size,
             self.blocks and (self.blocks.pool.fingerprint, self.blocks.block_tokens),
         )
         return hashlib.sha256(repr(layout).encode()).hexdigest()
@@ -465,6 +483,22 @@ class DecodeState:
             uploads=self._uploads,
         )
 
+    def _check_ids(self, tokens: Iterable[int]) -> list[int]:
+        ids = check_tokens(tokens, self.vocab_size)
+        if not ids:
+            raise InvalidRequest("no tokens: give at least one, a step needs one to start from")
+        return ids
+
+    def _limit_for(self, total: int, max_tokens: int | None) -> int:
+        """Tokens at which a request of `total` tokens ends."""
+        if total >= self.max_context:
+            raise ContextFull(
+                f"{total} tokens leave no room for an answer in a context of {self.max_context}; "
+                "shorten the prompt, or make the runtime with a larger max_context"
+            )
+        budget = self.max_context if max_tokens is None else max_tokens
+        return min(total + budget, self.max_context)
+
     def _check_fields(self, fields: Mapping[str, object]) -> dict[str, np.ndarray]:
         values = {}
         for name, value in fields.items():
@@ -472,23 +506,8 @@ class DecodeState:
             if field is None:
                 known = ", ".join(sorted(self._model_fields)) or "none"
                 raise InvalidRequest(f"the model declares no field {name!r}; it declares {known}")
-            try:
-                tensor = torch.as_tensor(value, dtype=field.dtype, device="cpu")
-                tensor = tensor.broadcast_to(field.shape).contiguous()
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise InvalidRequest(
-                    f"field {name!r} takes {field.dtype} of shape {field.shape}: {error}"
-                ) from None
-            values[name] = tensor.view(-1).view(torch.uint8).numpy()
+            values[name] = field_value(field, value)
         return values
-
-    def _known(self, row: int, handle: int) -> _Row:
-        known = self._rows[row]
-        if known.torn:
-            raise PrefillFailed(
-                f"a prefill of slot {handle} failed midway, so its layers disagree; retire it"
-            )
-        return known
 
     def _lengths(self, row: int) -> Lengths:
         """The slot's lengths once the steps submitted so far have completed."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .errors import SchemaError
+from .ops._kv import check_attention
 from .ops.decode_attention import decode_attention
 from .ops.kv_append import kv_append
 from .ops.prefill_attention import prefill_attention
@@ -76,6 +77,10 @@ class KVLayer:
             )  # fmt: skip
             kv_append(k, v, self.k, self.v, batch.slots, batch.positions, batch.q_len, self.table)
             return attended
+        check_attention(
+            "attend", q, self.k, self.v, batch.slots, batch.positions, batch.q_len, self.table,
+            window, softcap, sinks,
+        )  # fmt: skip
         kv_append(k, v, self.k, self.v, batch.slots, batch.positions, batch.q_len, self.table)
         return decode_attention(
             q, self.k, self.v, batch.slots, batch.positions, batch.q_len, scale,

@@ -8,10 +8,14 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
 from .errors import InvalidRequest
 from .ops.advance import STOP_TOKENS
+from .pool import Field
 
-__all__ = ["RequestOptions", "check_tokens", "draw_seed"]
+__all__ = ["RequestOptions", "check_max_tokens", "check_tokens", "draw_seed", "field_value"]
 
 
 def draw_seed() -> int:
@@ -40,13 +44,49 @@ def check_tokens(tokens: Iterable[int], vocab_size: int, what: str = "token id")
     Raises:
         InvalidRequest: for an id that is no int or outside the vocabulary.
     """
-    checked = [_as_int(what, token) for token in tokens]
+    try:
+        given = list(tokens)
+    except TypeError:
+        raise InvalidRequest(f"expected {what}s in a list, got {tokens!r}") from None
+    checked = [_as_int(what, token) for token in given]
     for index, token in enumerate(checked):
         if not 0 <= token < vocab_size:
             raise InvalidRequest(
                 f"{what} {token} (at index {index}) is outside the vocabulary 0..{vocab_size - 1}"
             )
     return checked
+
+
+def check_max_tokens(max_tokens: int | None) -> int | None:
+    """The budget of an answer, None for no limit of its own.
+
+    Raises:
+        InvalidRequest: for what is no int, or below 1.
+    """
+    if max_tokens is None:
+        return None
+    checked = _as_int("max_tokens", max_tokens)
+    if checked < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, got {checked}")
+    return checked
+
+
+def field_value(field: Field, value: object) -> np.ndarray:
+    """A value for a field of one slot, as its bytes; a number fills the field.
+
+    Raises:
+        InvalidRequest: for a value that the field can't hold exactly enough.
+    """
+    try:
+        given = torch.as_tensor(value, device="cpu")
+        exact = given.to(field.dtype).broadcast_to(field.shape).contiguous()
+        if not field.dtype.is_floating_point and not bool((given == exact).all()):
+            raise ValueError(f"{value!r} would be changed to {exact.tolist()}")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidRequest(
+            f"field {field.name!r} takes {field.dtype} of shape {field.shape}: {error}"
+        ) from None
+    return exact.view(-1).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)
@@ -85,10 +125,7 @@ class RequestOptions:
         vocab_size: int,
     ) -> RequestOptions:
         """The options, or an error that names the first wrong one."""
-        if max_tokens is not None:
-            max_tokens = _as_int("max_tokens", max_tokens)
-            if max_tokens < 1:
-                raise InvalidRequest(f"max_tokens must be at least 1, got {max_tokens}")
+        max_tokens = check_max_tokens(max_tokens)
         temperature = _as_float("temperature", temperature)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise InvalidRequest(f"temperature must be finite and not negative, got {temperature}")

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Final, Protocol
 
-from .errors import InvalidSlot, SchemaError, SlotPrefilling, SlotsExhausted, StaleSlot
+from .errors import (
+    InvalidSlot,
+    PrefillFailed,
+    SchemaError,
+    SlotPrefilling,
+    SlotsExhausted,
+    StaleSlot,
+)
 
 __all__ = ["NoSteps", "SlotManager", "SlotPhase", "StepClock"]
 
@@ -52,6 +59,7 @@ class SlotPhase(Enum):
     FREE = "free"
     PREFILLING = "prefilling"
     LIVE = "live"
+    TORN = "torn"
     QUARANTINED = "quarantined"
 
 
@@ -74,9 +82,9 @@ class SlotManager:
         # Generations start at 1, so that a bare row number is never a valid handle.
         self._generation = [1] * max_requests
         self._phase = [SlotPhase.FREE] * max_requests
-        # The handle that steps may name a row by, 0 where they may not: one comparison of lists
+        # The handle that steps may name a row by, -1 where they may not: one comparison of lists
         # tells a good batch.
-        self._steppable = [0] * max_requests
+        self._steppable = [-1] * max_requests
         self._free = deque(range(max_requests))
         self._quarantine: deque[tuple[int, int]] = deque()
 
@@ -110,7 +118,7 @@ class SlotManager:
         row = self.row_of(handle)
         self._generation[row] += 1
         self._phase[row] = SlotPhase.QUARANTINED
-        self._steppable[row] = 0
+        self._steppable[row] = -1
         self._quarantine.append((self.clock.submitted, row))
         return row
 
@@ -122,10 +130,15 @@ class SlotManager:
     def mark_prefilling(self, row: int) -> None:
         """The row's prompt is growing: steps may not take it."""
         self._phase[row] = SlotPhase.PREFILLING
-        self._steppable[row] = 0
+        self._steppable[row] = -1
+
+    def mark_torn(self, row: int) -> None:
+        """The row's prefill failed midway: it can only be retired."""
+        self._phase[row] = SlotPhase.TORN
+        self._steppable[row] = -1
 
     def phase(self, handle: int) -> SlotPhase:
-        """`PREFILLING` or `LIVE`."""
+        """`PREFILLING`, `LIVE` or `TORN`."""
         return self._phase[self.row_of(handle)]
 
     def row_of(self, handle: int) -> int:
@@ -159,6 +172,7 @@ class SlotManager:
         Raises:
             InvalidSlot, StaleSlot: as `row_of`.
             SlotPrefilling: when a prompt is not complete.
+            PrefillFailed: when a prefill raised midway.
         """
         steppable = self._steppable
         try:
@@ -169,8 +183,22 @@ class SlotManager:
             pass
         return [self._row_to_step(handle) for handle in handles]
 
-    def _row_to_step(self, handle: int) -> int:
+    def whole_row_of(self, handle: int) -> int:
+        """The row of a handle whose layers agree.
+
+        Raises:
+            InvalidSlot, StaleSlot: as `row_of`.
+            PrefillFailed: when a prefill of it raised midway.
+        """
         row = self.row_of(handle)
+        if self._phase[row] is SlotPhase.TORN:
+            raise PrefillFailed(
+                f"a prefill of slot {handle} failed midway, so its layers disagree; retire it"
+            )
+        return row
+
+    def _row_to_step(self, handle: int) -> int:
+        row = self.whole_row_of(handle)
         if self._phase[row] is SlotPhase.PREFILLING:
             raise SlotPrefilling(
                 f"slot {handle} is still prefilling: give it its last tokens with extend() first"

@@ -94,6 +94,13 @@ class RingRows:
         needed = range(max(0, length - self.window + 1), length)
         return all(self.holds.get(position % self.rows) == position for position in needed)
 
+    def grants(self, length: int, high: int) -> bool:
+        """Whether the rule allows a rewind; what it allows must be there."""
+        first = max(0, length - self.window + 1)
+        granted = first >= length or first >= high - self.rows
+        assert not granted or self.can_go_on_at(length), "the rule allows a wrong rewind"
+        return granted
+
     def copy(self) -> RingRows:
         """Rows of their own."""
         return RingRows(self.rows, self.window, dict(self.holds))
@@ -107,6 +114,8 @@ class Story:
     """All of them, the pending one last."""
     length: int = 0
     """Tokens absorbed."""
+    high: int = 0
+    """One past the highest position ever absorbed."""
     limit: int = 0
     reason: int = 0
     live: bool = False
@@ -119,11 +128,11 @@ class Story:
         for position in range(self.length, upto):
             for ring in self.rings:
                 ring.write(position)
-        self.length = upto
+        self.length, self.high = upto, max(self.high, upto)
 
     def copy(self) -> Story:
         """The same story, to go on differently."""
         return Story(
-            list(self.tokens), self.length, self.limit, self.reason, self.live, self.max_tokens,
-            self.stop, [ring.copy() for ring in self.rings],
+            list(self.tokens), self.length, self.high, self.limit, self.reason, self.live,
+            self.max_tokens, self.stop, [ring.copy() for ring in self.rings],
         )  # fmt: skip

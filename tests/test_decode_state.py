@@ -203,11 +203,9 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.stories)
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
-        slot = self.any_slot(data)
-        del self.stories[slot]
-        self.runtime.retire(slot)
+        slot = self._leave(data)
         with pytest.raises(StaleSlot):
-            self.runtime.step([slot])
+            self.runtime.step([slot], eager=True)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -270,7 +268,7 @@ class Requests(RuleBasedStateMachine):
         """Two batches unread while a request leaves and another takes a slot."""
         first, second = (self.submit(self.some_of(data)) for _ in range(2))
         if leaves:
-            self.retire.__wrapped__(self, data) if False else self._leave(data)
+            self._leave(data)
         if comes and len(self.stories) < self.slots and self.enough(self.blocks(6)):
             story = self.new_story(3, ())
             self.put(story, [5, 9, 2, 44], 7, final=True)
@@ -280,10 +278,11 @@ class Requests(RuleBasedStateMachine):
         self.read(first, newest=False)
         self.read(second)
 
-    def _leave(self, data: st.DataObject) -> None:
+    def _leave(self, data: st.DataObject) -> int:
         slot = self.any_slot(data)
         del self.stories[slot]
         self.runtime.retire(slot)
+        return slot
 
     @rule()
     def capture(self) -> None:
@@ -317,7 +316,7 @@ class Requests(RuleBasedStateMachine):
         length = data.draw(st.integers(nearest, story.length))
         users, owned = blocks_in_use(self.runtime.state, self.held()), self.owned(slot)
         shared = sum(users[block] > 1 for block in owned[length // self.block_tokens :])
-        if not all(ring.can_go_on_at(length) for ring in story.rings):
+        if not all([ring.grants(length, story.high) for ring in story.rings]):
             error: Any = RewindTooFar
         elif not self.enough(shared):
             error = BlocksExhausted
@@ -329,6 +328,9 @@ class Requests(RuleBasedStateMachine):
             return
         with refused(self.runtime, error):
             self.runtime.rewind(slot, length)
+
+    def _saved_one(self, data: st.DataObject) -> int:
+        return data.draw(st.integers(0, len(self.saved) - 1))
 
     @precondition(lambda self: self.stories and len(self.saved) < 3)
     @rule(data=st.data(), to_host=st.booleans())
@@ -345,7 +347,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        checkpoint, story = data.draw(st.sampled_from(self.saved))
+        checkpoint, story = self.saved[self._saved_one(data)]
         if len(self.stories) == self.slots:
             error: Any = SlotsExhausted
         elif not self.enough(
@@ -364,7 +366,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         """Into another runtime of the same layout, its memory NaN too."""
-        checkpoint, story = data.draw(st.sampled_from(self.saved))
+        checkpoint, story = self.saved[self._saved_one(data)]
         with self.make_runtime() as other:
             poison(other.state)
             slot = other.restore(checkpoint)
@@ -378,11 +380,12 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from(self.saved))
-        self.saved.remove(entry)
-        entry[0].release()
-        with pytest.raises(StaleSlot):
-            self.runtime.restore(entry[0])
+        checkpoint, _ = self.saved.pop(self._saved_one(data))
+        checkpoint.release()
+        checkpoint.release()
+        if len(self.stories) < self.slots:
+            with pytest.raises(StaleSlot):
+                self.runtime.restore(checkpoint)
 
     @invariant()
     def books_add_up(self) -> None:

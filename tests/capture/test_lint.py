@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture import CaptureError
+from capture import CaptureError, Ladder
 from capture.backend import choose_backend
 from capture.lint import Lint
 from graphcache import GraphCacheError
@@ -24,6 +24,7 @@ DEPENDS = "Use a mask and torch.where"
 CROSSES = "Make the tensor on the device before capture"
 FROZEN = "Make the tensor before capture and keep it"
 RANDOM = "Draw from a counter kept by slot"
+MOVES = "Make the tensor in its full size before capture"
 
 # A line of a step, the operation that is named, and the advice that is given.
 REFUSED: dict[str, tuple[str, str]] = {
@@ -80,6 +81,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "n = torch.LongTensor([1, 2])": ("a list or array as a tensor", FROZEN),
     "n = x[[0, 2]]": ("a list or array as a tensor", FROZEN),
     "n = x[np.array([0, 2])]": ("a list or array as a tensor", FROZEN),
+    "y.resize_(2, 2)": ("aten.resize_.default", MOVES),
+    "y.set_(x)": ("aten.set_.source_Tensor", MOVES),
     "n = torch.rand(2)": ("aten.rand.default", RANDOM),
     "n = torch.rand_like(x)": ("aten.rand_like.default", RANDOM),
     "n = torch.randn(2, generator=torch.Generator())": ("aten.randn.generator", RANDOM),
@@ -452,3 +455,26 @@ def test_an_error_of_the_step_itself_has_its_line_too(backend: str) -> None:
     assert error.source is not None
     assert (error.source.file, error.source.line) == (__file__, before.__code__.co_firstlineno + 1)
     assert error.source.text == 'raise KeyError("layer 3")'
+
+
+@pytest.mark.gpu
+def test_a_wait_that_only_the_capture_meets() -> None:
+    """What no net over torch's operations can see, the capture itself refuses."""
+    chain = Chain("cuda")
+    with chain_runtime("cuda_graph", chain, ladder=Ladder([1])) as runtime:
+        rehearsals = runtime._backend.rehearsals
+
+        def before(batch: Any) -> None:
+            if chain.runs == rehearsals + 1:
+                torch.cuda.synchronize()
+
+        chain.before = before
+        with pytest.raises(CaptureError) as caught:
+            runtime.capture(progress=False)
+        source = caught.value.source
+        assert source is not None
+        assert (source.file, source.text) == (__file__, "torch.cuda.synchronize()")
+        slot = runtime.admit([5])
+        assert runtime.step([slot], eager=True).tokens() == chain.answer([5], 1)
+        runtime.capture(progress=False)
+        assert runtime.step([slot]).tokens() == chain.answer([5], 2)[1:]
