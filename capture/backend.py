@@ -108,6 +108,10 @@ def choose_backend(name: str, device: torch.device) -> Backend:
     if name == "auto":
         name = "cuda_graph" if device.type == "cuda" else "tape"
     if name == "tape":
+        if device.type != "cpu":
+            raise CaptureError(
+                f"the tape replays on the CPU, and the model is on {device}; use cuda_graph"
+            )
         from .tape import TapeBackend
 
         return TapeBackend(device)

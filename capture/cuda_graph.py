@@ -7,7 +7,7 @@ through cuda-python: torch's own `replay()` does more on the host than the launc
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -23,6 +23,68 @@ from .watch import StepWatch
 __all__ = ["CudaGraphBackend", "CudaGraphStep"]
 
 
+class _Stream:
+    """A stream as the driver sees it, usable from any thread.
+
+    Args:
+        stream: torch's.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise UnsupportedDriver(
+                f"launching graphs needs the package cuda-python, which failed to import: {error}"
+            ) from error
+        self.driver: Any = driver
+        self.handle = driver.CUstream(stream.cuda_stream)
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        self._context = self.call(driver.cuCtxGetCurrent)[0]
+
+    def call(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
+        """Call the driver; return what it gives besides its result.
+
+        Raises:
+            DeviceLost: when it reports an error.
+        """
+        results = function(*arguments)
+        return self.checked(results, function, arguments)
+
+    def checked(
+        self,
+        results: tuple[Any, ...],
+        function: Callable[..., tuple[Any, ...]],
+        arguments: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """What a call gave besides its result; on a thread new to CUDA, that of a second call."""
+        if results[0] == self._no_context:
+            self.driver.cuCtxSetCurrent(self._context)
+            results = function(*arguments)
+        if results[0] != self._success:
+            _, text = self.driver.cuGetErrorString(results[0])
+            name = text.decode() if isinstance(text, bytes) else str(text)
+            raise DeviceLost(
+                f"CUDA reported {results[0].name}: {name}. State on the device is lost; close "
+                "this runtime, and start a new process if the error stays"
+            )
+        return results[1:]
+
+    def launcher(self, graph_exec: Any) -> Callable[[], None]:
+        """A function that launches a graph, with as little between as Python allows."""
+        launch = self.driver.cuGraphLaunch
+        success = self._success
+        handle = self.handle
+
+        def replay() -> None:
+            results = launch(graph_exec, handle)
+            if results[0] != success:
+                self.checked(results, launch, (graph_exec, handle))
+
+        return replay
+
+
 class CudaGraphStep:
     """A captured step; see `capture.backend.CapturedStep`.
 
@@ -31,48 +93,41 @@ class CudaGraphStep:
     """
 
     def __init__(
-        self, graph: Any, stream: Any, external: dict[int, Tensor], device_bytes: int, driver: Any
+        self, graph: Any, stream: _Stream, external: Mapping[int, Tensor], device_bytes: int
     ) -> None:
-        # The torch graph owns the memory that the kernels write; `external` is what they read.
+        driver = stream.driver
+        # The torch graph owns the memory that the kernels write; the aliases keep what they read,
+        # even when the tensors themselves are given other memory.
         self._graph = graph
+        self._aliases = [tensor.detach() for tensor in external.values()]
         self.external = external
         self.device_bytes = device_bytes
         self.exec = driver.CUgraphExec(graph.raw_cuda_graph_exec())
         raw = driver.CUgraph(graph.raw_cuda_graph())
-        self.nodes = int(_call(driver, driver.cuGraphGetNodes(raw))[-1])
-        self.replay = _launcher(driver, self.exec, stream)
+        self.nodes = int(stream.call(driver.cuGraphGetNodes, raw)[-1])
+        self.replay = stream.launcher(self.exec)
+        self.is_open = True
 
     def close(self) -> None:
+        self.is_open = False
         self._graph.reset()
+        self._aliases = []
         self.external = {}
 
 
-def _launcher(driver: Any, graph_exec: Any, stream: Any) -> Callable[[], None]:
-    launch = driver.cuGraphLaunch
-    success = driver.CUresult.CUDA_SUCCESS
-
-    def replay() -> None:
-        results = launch(graph_exec, stream)
-        if results[0] != success:
-            _call(driver, results)
-
-    return replay
-
-
 class _PinnedBuffer:
-    def __init__(self, target: Tensor, stream: Any, driver: Any) -> None:
+    def __init__(self, target: Tensor, stream: _Stream) -> None:
         self._source = torch.empty(target.numel(), dtype=target.dtype, pin_memory=True)
         self._target = target
         self.view = host_view(self._source)
-        self._driver = driver
-        self._to = driver.CUdeviceptr(target.data_ptr())
-        self._from = self._source.data_ptr()
         self._stream = stream
+        self._copy = stream.driver.cuMemcpyHtoDAsync
+        self._to = stream.driver.CUdeviceptr(target.data_ptr())
+        self._from = self._source.data_ptr()
 
     def send(self, count: int) -> None:
-        driver = self._driver
         size = count * self._source.itemsize
-        _call(driver, driver.cuMemcpyHtoDAsync(self._to, self._from, size, self._stream))
+        self._stream.call(self._copy, self._to, self._from, size, self._stream.handle)
 
 
 class CudaGraphBackend:
@@ -93,25 +148,23 @@ class CudaGraphBackend:
     rehearsals = 2
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise UnsupportedDriver(
-                f"launching graphs needs the package cuda-python, which failed to import: {error}"
-            ) from error
-        self._driver: Any = driver
-        self._device = torch.device("cuda", device.index or 0)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         self.stream = torch.cuda.Stream(self._device)
         # Weights and inputs made so far, on whatever stream, are complete for all that follows.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._stream = driver.CUstream(self.stream.cuda_stream)
+        self._driver_stream = _Stream(self.stream)
         self._pool = torch.cuda.graph_pool_handle()
-        self._idle_results = (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY)
+        self._steps: list[CudaGraphStep] = []
 
     def context(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
 
     def capture(self, step: Callable[[], None]) -> CudaGraphStep:
+        self._steps = [captured for captured in self._steps if captured.is_open]
+        if not self._steps:
+            # A pool dies with the last graph that used it, and its handle with it.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         watch = StepWatch(preserve=False)
         free_before = torch.cuda.mem_get_info(self._device)[0]
@@ -132,8 +185,30 @@ class CudaGraphBackend:
         finally:
             if collecting:
                 gc.enable()
-        taken = free_before - torch.cuda.mem_get_info(self._device)[0]
-        return CudaGraphStep(graph, self._stream, watch.external, max(0, taken), self._driver)
+        taken = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
+        captured = CudaGraphStep(graph, self._driver_stream, watch.external, taken)
+        self._steps.append(captured)
+        return captured
+
+    def host_buffer(self, target: Tensor) -> _PinnedBuffer:
+        return _PinnedBuffer(target, self._driver_stream)
+
+    def synchronize(self) -> None:
+        stream = self._driver_stream
+        stream.call(stream.driver.cuStreamSynchronize, stream.handle)
+
+    def idle(self) -> bool:
+        stream = self._driver_stream
+        query = stream.driver.cuStreamQuery
+        results = query(stream.handle)
+        if results[0] == stream.driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        stream.checked(results, query, (stream.handle,))
+        return True
+
+    def close(self) -> None:
+        """The pool and the stream go with their last user."""
+        self._steps = []
 
     def _record(self, graph: Any, step: Callable[[], None], watch: StepWatch) -> None:
         # thread_local: what other threads do with CUDA meanwhile is no concern of this capture.
@@ -144,33 +219,29 @@ class CudaGraphBackend:
         except BaseException:
             # Ending an invalid capture raises once more; it frees the stream all the same.
             with suppress(RuntimeError):
-                graph.capture_end()
+                self._end(graph)
+                graph.reset()
             raise
-        graph.capture_end()
+        self._end(graph)
 
-    def host_buffer(self, target: Tensor) -> _PinnedBuffer:
-        return _PinnedBuffer(target, self._stream, self._driver)
+    def _end(self, graph: Any) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._clean_up_after_invalid_capture()
+            raise
 
-    def synchronize(self) -> None:
-        _call(self._driver, self._driver.cuStreamSynchronize(self._stream))
+    def _clean_up_after_invalid_capture(self) -> None:
+        """Do what torch leaves undone when a capture was invalid.
 
-    def idle(self) -> bool:
-        (result,) = self._driver.cuStreamQuery(self._stream)
-        if result not in self._idle_results:
-            _call(self._driver, (result,))
-        return bool(result == self._driver.CUresult.CUDA_SUCCESS)
-
-    def close(self) -> None:
-        """The pool and the stream go with their last user."""
-
-
-def _call(driver: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A driver call's results, or the error it reports as `DeviceLost`."""
-    if results[0] != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(results[0])
-        name = text.decode() if isinstance(text, bytes) else str(text)
-        raise DeviceLost(
-            f"CUDA reported {results[0].name}: {name}. State on the device is lost; close this "
-            "runtime, and start a new process if the error stays"
-        )
-    return results
+        It raises before it tells its allocator and its generator that the capture is over
+        (pytorch#180395): allocations would go on into a pool without an owner, and random
+        operations would be refused for good.
+        """
+        index = self._device.index
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+        self._pool = torch.cuda.graph_pool_handle()

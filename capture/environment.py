@@ -98,10 +98,16 @@ def _driver() -> list[Finding]:
         return [Finding("driver bindings", "missing", f"no graph can be launched: {error}", False)]
     _, version = driver.cuDriverGetVersion()
     found = [Finding("CUDA of the driver", f"{version // 1000}.{version % 1000 // 10}")]
-    for name, call, cost in (
-        ("graph launch", "cuGraphLaunch", "steps can't be replayed"),
-        ("conditional nodes", "cuGraphConditionalHandleCreate", "no loops on the device"),
+    for name, since, cost in (
+        ("graphs with conditional nodes", 12040, "no loops on the device"),
+        ("torch's CUDA version or newer", _torch_cuda(), "torch may fail to start"),
     ):
-        present = hasattr(driver, call)
+        present = version >= since
         found.append(Finding(name, "yes" if present else "no", "" if present else cost, present))
     return found
+
+
+def _torch_cuda() -> int:
+    """The CUDA version that torch was built for, as the driver writes versions; 0 if unknown."""
+    major, _, minor = str(torch.version.cuda or "0.0").partition(".")
+    return int(major) * 1000 + int(minor or 0) * 10

@@ -8,8 +8,10 @@ CPU never reach the dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ RANDOM = (
     "it draws from the framework's random state, which a replay does not move: every replay would "
     "draw the same numbers. Draw from a counter kept by slot, as graphcache's sampler does"
 )
+WAITS = "it waits for the device, which breaks a capture. Leave it out of the step"
 MOVES = (
     "it gives a tensor other memory: captured kernels keep the addresses they had. Make the tensor "
     "in its full size before capture, and write into it"
@@ -61,6 +64,12 @@ _MAKERS = {
     torch.as_tensor: ("torch.as_tensor", FROZEN_DATA),
     Tensor.new_tensor: ("Tensor.new_tensor", FROZEN_DATA),
 }
+# Waits that no dispatcher sees: Python methods around the driver.
+_WAITS: tuple[tuple[Any, str, str], ...] = (
+    (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+    (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
+    (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
+)
 _aten = torch.ops.aten
 _HOST_READS = {
     _aten._local_scalar_dense, _aten.item, _aten.is_nonzero, _aten.equal, _aten.allclose,
@@ -85,6 +94,7 @@ class Lint:
         self._stack = ExitStack()
 
     def __enter__(self) -> Lint:
+        self._stack.enter_context(_refusing_waits())
         self._stack.enter_context(_DispatchNet())
         self._stack.enter_context(_FunctionNet())
         return self
@@ -97,6 +107,30 @@ def _refuse(operation: str, advice: str) -> None:
     raise CaptureError(
         f"{operation} can't be captured: {advice}", operation=operation, source=user_line()
     )
+
+
+@contextmanager
+def _refusing_waits() -> Iterator[None]:
+    """Waits of this thread are refused; those of other threads are none of the step's."""
+    thread = threading.get_ident()
+
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                _refuse(name, WAITS)
+            return original(*args, **kwargs)
+
+        return wait
+
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _WAITS]
+    for (owner, name, original), (_, _, shown) in zip(originals, _WAITS, strict=True):
+        setattr(owner, name, refusing(shown, original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 class _FunctionNet(TorchFunctionMode):

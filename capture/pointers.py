@@ -28,7 +28,7 @@ def tensors_of_model(model: object) -> dict[str, Tensor]:
 
 
 class PointerLedger:
-    """Addresses and sizes of tensors, held so that their memory lives as long as the captures.
+    """Addresses and sizes of tensors, by name and by the objects that a step touched.
 
     Args:
         named: gives the tensors that are known by name, as they are whenever it is called.
@@ -45,7 +45,7 @@ class PointerLedger:
         self._by_name = {name: _place(tensor) for name, tensor in self._named().items()}
 
     def hold(self, tensors: Mapping[int, Tensor]) -> None:
-        """Hold what a step touched, by storage, and write down where it is."""
+        """Keep the tensors that a step touched, by storage, and write down where they are."""
         for key, tensor in tensors.items():
             if key not in self._known:
                 self._known.add(key)

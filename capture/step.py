@@ -1,4 +1,4 @@
-"""A whole decode step as a function of no arguments: what is rehearsed, captured, or run eagerly."""
+"""A decode step as a function of no arguments: what is rehearsed, captured, or run eagerly."""
 
 from __future__ import annotations
 

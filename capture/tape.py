@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from .errors import CaptureError, DeviceLost
 from .host_view import host_view
@@ -73,8 +74,14 @@ class _Recorder(TorchDispatchMode):
         fresh = [tensor for tensor in outputs if tensor is not None]
         self.made.extend(fresh)
         if func._schema.is_mutable or (fresh and func.overloadpacket not in _MAKE_NOTHING):
-            self.operations.append(_Operation(func, args, kwargs, outputs))
+            # Aliases: a tensor given other memory later must not take the recording with it.
+            given_args, given_kwargs = tree_map(_alias, (args, dict(kwargs)))
+            self.operations.append(_Operation(func, given_args, given_kwargs, outputs))
         return result
+
+
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 class TapeStep:
@@ -98,7 +105,7 @@ class TapeStep:
         try:
             for operation in self._operations:
                 operation.run()
-        except Exception as error:
+        except BaseException as error:
             raise DeviceLost(f"a replay failed midway, state is undefined: {error}") from error
 
     def close(self) -> None:

@@ -67,8 +67,8 @@ def table_of(state: DecodeState, row: int) -> list[int]:
 
 
 def _live_rows(state: DecodeState) -> list[int]:
-    phases = (SlotPhase.PREFILLING, SlotPhase.LIVE)
-    return [row for row, phase in enumerate(state.slots._phase) if phase in phases]
+    nobodys = (SlotPhase.FREE, SlotPhase.QUARANTINED)
+    return [row for row, phase in enumerate(state.slots._phase) if phase not in nobodys]
 
 
 def blocks_in_use(state: DecodeState, held: Iterable[Checkpoint] = ()) -> Counter[int]:

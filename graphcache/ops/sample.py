@@ -256,7 +256,9 @@ def _search(  # type: ignore[no-untyped-def]
     SHIFT: tl.constexpr,
 ):
     """The largest key in [low, high) that reaches the target; that `low` does is taken as given."""
-    while high - low > 1:
+    # As many steps as there are bits in a key, whatever is reached: all threads of a program leave
+    # the loop together. The barrier keeps a step's sums apart from the next one's.
+    for _ in range(33 - SHIFT):
         key = (low + high) >> 1
         reached = _reach(
             line_ptr, list_ptr, count, width, vocab_size, key, top, rate, COUNTING, TILE, GROUP,
@@ -264,6 +266,7 @@ def _search(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         low = tl.where(reached >= target, key, low)
         high = tl.where(reached >= target, high, key)
+        tl.debug_barrier()
     return low
 
 
@@ -304,11 +307,12 @@ def _filtered(  # type: ignore[no-untyped-def]
     value = tl.where(k_on, 1.0, tl.exp((maxima - top) * rate))
     maxima_key = _order(maxima) >> SHIFT
     ceiling = high
-    while ceiling - low > 1:
+    for _ in range(33 - SHIFT):
         key = (low + ceiling) >> 1
         reached = tl.sum(tl.where(maxima_key >= key, value, 0.0), axis=0)
         low = tl.where(reached >= target, key, low)
         ceiling = tl.where(reached >= target, ceiling, key)
+        tl.debug_barrier()
 
     listed = (group < groups) & (maxima_key >= low)
     place = tl.cumsum(listed.to(tl.int32), axis=0) - 1
