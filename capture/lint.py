@@ -9,10 +9,12 @@ CPU never reach the dispatcher.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -94,7 +96,7 @@ class Lint:
         self._stack = ExitStack()
 
     def __enter__(self) -> Lint:
-        self._stack.enter_context(_refusing_waits())
+        self._stack.enter_context(_waits.refused())
         self._stack.enter_context(_DispatchNet())
         self._stack.enter_context(_FunctionNet())
         return self
@@ -109,28 +111,51 @@ def _refuse(operation: str, advice: str) -> None:
     )
 
 
-@contextmanager
-def _refusing_waits() -> Iterator[None]:
-    """Waits of this thread are refused; those of other threads are none of the step's."""
-    thread = threading.get_ident()
+class _Waits(threading.local):
+    """Refuses waits of the threads that lint; those of other threads are none of a step's."""
 
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                _refuse(name, WAITS)
-            return original(*args, **kwargs)
+    linting = 0
+    # Of all threads together: the first to lint puts the guards in place, the last takes them away.
+    _lock: Final = threading.Lock()
+    _originals: Final[list[Callable[..., Any]]] = []
+    _users = 0
 
-        return wait
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        with self._lock:
+            if not _Waits._users:
+                self._originals[:] = [getattr(owner, name) for owner, name, _ in _WAITS]
+                for (owner, name, shown), wait in zip(_WAITS, self._originals, strict=True):
+                    setattr(owner, name, self._guard(shown, wait))
+            _Waits._users += 1
+        self.linting += 1
+        try:
+            yield
+        finally:
+            self.linting -= 1
+            with self._lock:
+                _Waits._users -= 1
+                if not _Waits._users:
+                    for (owner, name, _), wait in zip(_WAITS, self._originals, strict=True):
+                        setattr(owner, name, wait)
 
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _WAITS]
-    for (owner, name, original), (_, _, shown) in zip(originals, _WAITS, strict=True):
-        setattr(owner, name, refusing(shown, original))
-    try:
-        yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+    def _guard(self, shown: str, wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            # Tuners of kernels wait too, when a kernel first runs: that is what rehearsals are for.
+            if self.linting and not _is_tuner(sys._getframe(1)):
+                _refuse(shown, WAITS)
+            return wait(*args, **kwargs)
+
+        return guarded
+
+
+_waits = _Waits()
+
+
+def _is_tuner(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).split(".")[0]
+    return package in ("torch", "triton")
 
 
 class _FunctionNet(TorchFunctionMode):

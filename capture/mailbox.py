@@ -7,6 +7,7 @@ anything, until too much time has passed: then it asks whether the device still 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -102,7 +103,7 @@ class Mailbox:
         if word[0] >= step:
             return Arrival.BEFORE
         now = time.perf_counter_ns()
-        deadline = None if timeout is None else now + int(timeout * 1e9)
+        deadline = None if timeout in (None, math.inf) else now + int(timeout * 1e9)
         next_check = now + CHECK_NS
         while True:
             early = expected_ns - SPIN_NS - now
@@ -119,12 +120,14 @@ class Mailbox:
             now = time.perf_counter_ns()
             if word[0] >= step:
                 return Arrival.OVERSLEPT if early > 0 else Arrival.SEEN
-            if now >= next_check:
+            late = deadline is not None and now >= deadline
+            # Before giving up too: who polls with short timeouts must hear of a lost device.
+            if late or now >= next_check:
                 next_check = now + CHECK_NS
                 # Dry first, then the word once more: a step may complete between the two.
                 if self._check() and word[0] < step:
                     self._fail(step)
-            if deadline is not None and now >= deadline:
+            if late:
                 raise TimeoutError(f"step {step} has not completed after {timeout} s")
 
     def _fail(self, step: int) -> None:

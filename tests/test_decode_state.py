@@ -40,6 +40,12 @@ def _ladder(kind: str, ceiling: int) -> Ladder:
     return Ladder.powers_of_two(ceiling) if kind == "powers" else Ladder([ceiling])
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(_few_threads: None) -> None:
+    """Steps this small are not worth sharing between threads, which wait for one another."""
+    torch.set_num_threads(1)
+
+
 class Requests(RuleBasedStateMachine):
     """A runtime on the tape, and beside it each request's story."""
 
@@ -155,17 +161,18 @@ class Requests(RuleBasedStateMachine):
         story = self.new_story(max_tokens, stop)
         limit = self.limit_after(story, len(prompt), None)
         options: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
+        wrong: list[Any] = []
         if len(self.stories) == self.slots:
-            error: Any = SlotsExhausted
-        elif len(prompt) >= self.context:
-            error = ContextFull
-        elif not self.enough(self.blocks(limit - 1)):
-            error = BlocksExhausted
-        else:
+            wrong.append(SlotsExhausted)
+        if len(prompt) >= self.context:
+            wrong.append(ContextFull)
+        if not self.enough(self.blocks(limit - 1)):
+            wrong.append(BlocksExhausted)
+        if not wrong:
             self.put(story, prompt, limit, final=True)
             self.stories[self.runtime.admit(prompt, **options)] = story
             return
-        with refused(self.runtime, error):
+        with refused(self.runtime, tuple(wrong)):
             self.runtime.admit(prompt, **options)
 
     @precondition(lambda self: len(self.stories) < self.slots)
@@ -297,14 +304,12 @@ class Requests(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         slot = self.any_slot(data)
         story = self.stories[slot]
-        if len(self.stories) == self.slots:
-            error: Any = SlotsExhausted
-        elif not self.enough(self.copies(story)):
-            error = BlocksExhausted
-        else:
+        wrong: list[Any] = [SlotsExhausted] * (len(self.stories) == self.slots)
+        wrong += [BlocksExhausted] * (not self.enough(self.copies(story)))
+        if not wrong:
             self.stories[self.runtime.fork(slot)] = story.copy()
             return
-        with refused(self.runtime, error):
+        with refused(self.runtime, tuple(wrong)):
             self.runtime.fork(slot)
 
     @precondition(lambda self: any(story.tokens for story in self.stories.values()))
@@ -323,8 +328,9 @@ class Requests(RuleBasedStateMachine):
         else:
             self.runtime.rewind(slot, length)
             story.length, story.tokens = length, story.tokens[: length + 1]
-            if len(story.tokens) < story.limit:
-                story.reason = 0
+            spent = len(story.tokens) >= story.limit
+            ended = FinishReason.CONTEXT if story.limit == self.context else FinishReason.LENGTH
+            story.reason = ended if spent else 0
             return
         with refused(self.runtime, error):
             self.runtime.rewind(slot, length)
@@ -348,18 +354,15 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
         checkpoint, story = self.saved[self._saved_one(data)]
-        if len(self.stories) == self.slots:
-            error: Any = SlotsExhausted
-        elif not self.enough(
-            self.copies(story)
-            if checkpoint.store is not None
-            else self.blocks(max(story.limit - 1, story.length))
-        ):
-            error = BlocksExhausted
-        else:
+        needed = self.blocks(max(story.limit - 1, story.length))
+        if checkpoint.store is not None:
+            needed = self.copies(story)
+        wrong: list[Any] = [SlotsExhausted] * (len(self.stories) == self.slots)
+        wrong += [BlocksExhausted] * (not self.enough(needed))
+        if not wrong:
             self.stories[self.runtime.restore(checkpoint)] = story.copy()
             return
-        with refused(self.runtime, error):
+        with refused(self.runtime, tuple(wrong)):
             self.runtime.restore(checkpoint)
 
     @precondition(lambda self: self.saved)

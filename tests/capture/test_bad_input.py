@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
     ),
     # admission
     "no slot left": Case(
-        lambda w: w.runtime.admit([1]), SlotsExhausted, rf"all 4 slots are taken; {RETIRE}",
+        lambda w: w.runtime.admit([1], max_tokens=4), SlotsExhausted, rf"all 4 slots are taken; {RETIRE}",
         World.take_last_slot,
     ),
     "no slot left to open": Case(
@@ -258,10 +258,10 @@ CASES: dict[str, Case] = {
         lambda w: w.runtime.admit("hi"), InvalidRequest, r"token id must be an int, got 'h'"
     ),
     "nothing for tokens": Case(
-        lambda w: w.runtime.admit(None), InvalidRequest, r"tokens are a sequence of ids, got None"
+        lambda w: w.runtime.admit(None), InvalidRequest, r"expected token ids in a list, got None"
     ),
     "one number for tokens": Case(
-        lambda w: w.runtime.admit(7), InvalidRequest, r"tokens are a sequence of ids, got 7"
+        lambda w: w.runtime.admit(7), InvalidRequest, r"expected token ids in a list, got 7"
     ),
     # handles elsewhere
     "twice retired": Case(lambda w: w.runtime.retire(w.stale), StaleSlot, r"was retired"),
@@ -306,37 +306,37 @@ CASES: dict[str, Case] = {
         lambda w: w.runtime.admit([1], max_tokens=2.0), InvalidRequest, r"must be an int, got 2\.0"
     ),
     "a negative temperature": Case(
-        lambda w: w.runtime.admit([1], temperature=-0.5), InvalidRequest, r"not negative, got -0\.5"
+        lambda w: w.runtime.admit([1], max_tokens=4, temperature=-0.5), InvalidRequest, r"not negative, got -0\.5"
     ),
     "a temperature that is no number": Case(
-        lambda w: w.runtime.admit([1], temperature=float("nan")), InvalidRequest, r"must be finite"
+        lambda w: w.runtime.admit([1], max_tokens=4, temperature=float("nan")), InvalidRequest, r"must be finite"
     ),
     "an infinite temperature": Case(
         lambda w: w.runtime.open(temperature=float("inf")), InvalidRequest, r"must be finite"
     ),
     "a negative top_k": Case(
-        lambda w: w.runtime.admit([1], top_k=-1), InvalidRequest, r"0 \(off\) or positive, got -1"
+        lambda w: w.runtime.admit([1], max_tokens=4, top_k=-1), InvalidRequest, r"0 \(off\) or positive, got -1"
     ),
     "top_p of 0": Case(
-        lambda w: w.runtime.admit([1], top_p=0.0), InvalidRequest, r"above 0 and not above 1"
+        lambda w: w.runtime.admit([1], max_tokens=4, top_p=0.0), InvalidRequest, r"above 0 and not above 1"
     ),
     "top_p above 1": Case(
-        lambda w: w.runtime.admit([1], top_p=1.5), InvalidRequest, r"above 0 and not above 1"
+        lambda w: w.runtime.admit([1], max_tokens=4, top_p=1.5), InvalidRequest, r"above 0 and not above 1"
     ),
     "a negative seed": Case(
-        lambda w: w.runtime.admit([1], seed=-1), InvalidRequest, r"0\.\.2\*\*63-1, got -1"
+        lambda w: w.runtime.admit([1], max_tokens=4, seed=-1), InvalidRequest, r"0\.\.2\*\*63-1, got -1"
     ),
     "a seed too large": Case(
         lambda w: w.runtime.fork(w.short, seed=2**63), InvalidRequest, r"0\.\.2\*\*63-1"
     ),
     "nine stop tokens": Case(
-        lambda w: w.runtime.admit([1], stop=range(9)), InvalidRequest, r"at most 8 stop tokens"
+        lambda w: w.runtime.admit([1], max_tokens=4, stop=range(9)), InvalidRequest, r"at most 8 stop tokens"
     ),
     "a stop token beyond the vocabulary": Case(
-        lambda w: w.runtime.admit([1], stop=[VOCAB]), InvalidRequest, r"stop token 61 .*outside"
+        lambda w: w.runtime.admit([1], max_tokens=4, stop=[VOCAB]), InvalidRequest, r"stop token 61 .*outside"
     ),
     "a field nobody declares": Case(
-        lambda w: w.runtime.admit([1], fields={"adapter": 3}),
+        lambda w: w.runtime.admit([1], max_tokens=4, fields={"adapter": 3}),
         InvalidRequest,
         r"declares no field 'adapter'; it declares none",
     ),
@@ -493,7 +493,7 @@ def test_a_tensor_that_moved(world: World) -> None:
     head.data = old.clone()
     before, kept = everything(world.runtime), books(world.runtime)
     with pytest.raises(PointerMoved, match=r"call capture\(\) again"):
-        world.runtime.admit([1])
+        world.runtime.admit([1], max_tokens=4)
     assert differing(before, everything(world.runtime)) == [] and books(world.runtime) == kept
     world.runtime.capture(progress=False)
     check_usable(world)

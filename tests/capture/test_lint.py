@@ -25,6 +25,7 @@ CROSSES = "Make the tensor on the device before capture"
 FROZEN = "Make the tensor before capture and keep it"
 RANDOM = "Draw from a counter kept by slot"
 MOVES = "Make the tensor in its full size before capture"
+WAITS = "Leave it out of the step"
 
 # A line of a step, the operation that is named, and the advice that is given.
 REFUSED: dict[str, tuple[str, str]] = {
@@ -81,6 +82,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     "n = torch.LongTensor([1, 2])": ("a list or array as a tensor", FROZEN),
     "n = x[[0, 2]]": ("a list or array as a tensor", FROZEN),
     "n = x[np.array([0, 2])]": ("a list or array as a tensor", FROZEN),
+    "torch.cuda.synchronize()": ("torch.cuda.synchronize", WAITS),
+    "torch.cuda.Stream.synchronize(None)": ("torch.cuda.Stream.synchronize", WAITS),
+    "torch.cuda.Event.synchronize(None)": ("torch.cuda.Event.synchronize", WAITS),
     "y.resize_(2, 2)": ("aten.resize_.default", MOVES),
     "y.set_(x)": ("aten.set_.source_Tensor", MOVES),
     "n = torch.rand(2)": ("aten.rand.default", RANDOM),
@@ -413,6 +417,54 @@ def test_other_threads_are_not_watched() -> None:
     assert isinstance(found[0], list)
 
 
+def test_waits_are_refused_to_the_thread_that_lints_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads lint at times that overlap; neither stays guarded, nor guards the other."""
+    waited: list[str] = []
+    wait = lambda: waited.append(threading.current_thread().name)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    inside, leave = threading.Event(), threading.Event()
+    refusals: list[CaptureError] = []
+
+    def other() -> None:
+        with Lint():
+            inside.set()
+            leave.wait(10)
+            try:
+                torch.cuda.synchronize()
+            except CaptureError as error:
+                refusals.append(error)
+        torch.cuda.synchronize()
+
+    thread = threading.Thread(target=other, name="other")
+    with Lint():
+        with Lint():
+            pass
+        thread.start()
+        assert inside.wait(10)
+        with pytest.raises(CaptureError, match=r"torch\.cuda\.synchronize can't be captured"):
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    leave.set()
+    thread.join()
+    assert waited == ["MainThread", "other"] and len(refusals) == 1
+    assert torch.cuda.synchronize is wait
+
+
+def test_a_tuner_may_wait_when_a_kernel_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))
+    text = "import torch\ndef tune():\n    torch.cuda.synchronize()\n"
+    for name in ("triton.testing", "torch._inductor.runtime"):
+        module: dict[str, Any] = {"__name__": name}
+        exec(text, module)
+        with Lint():
+            module["tune"]()
+    assert len(waited) == 2
+    module = {"__name__": "tritonic.model"}
+    exec(text, module)
+    assert refused(module["tune"]).operation == "torch.cuda.synchronize"
+
+
 # --- as a runtime's user meets it -----------------------------------------------------------------
 
 
@@ -459,21 +511,21 @@ def test_an_error_of_the_step_itself_has_its_line_too(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_a_wait_that_only_the_capture_meets() -> None:
-    """What no net over torch's operations can see, the capture itself refuses."""
+    """What no net sees, the capture itself refuses."""
     chain = Chain("cuda")
     with chain_runtime("cuda_graph", chain, ladder=Ladder([1])) as runtime:
         rehearsals = runtime._backend.rehearsals
 
         def before(batch: Any) -> None:
             if chain.runs == rehearsals + 1:
-                torch.cuda.synchronize()
+                torch._C._cuda_synchronize()
 
         chain.before = before
         with pytest.raises(CaptureError) as caught:
             runtime.capture(progress=False)
         source = caught.value.source
         assert source is not None
-        assert (source.file, source.text) == (__file__, "torch.cuda.synchronize()")
+        assert (source.file, source.text) == (__file__, "torch._C._cuda_synchronize()")
         slot = runtime.admit([5])
         assert runtime.step([slot], eager=True).tokens() == chain.answer([5], 1)
         runtime.capture(progress=False)

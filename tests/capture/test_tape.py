@@ -524,11 +524,23 @@ def test_the_collector_rests_during_a_capture_and_only_then(machine: Backend) ->
 
 
 def test_a_replay_that_fails_says_that_state_is_lost(tape: TapeBackend) -> None:
-    x, out = torch.zeros(2), torch.zeros(2)
-    capture = record(tape, lambda: out.copy_(x + 1))
-    x.resize_(3)
-    with pytest.raises(DeviceLost, match="a replay failed midway, state is undefined"):
+    index, out = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    capture = record(tape, lambda: out.copy_(torch.ones(3)[index]))
+    index.fill_(7)
+    with pytest.raises(DeviceLost, match=r"failed midway, state is undefined: .*out of bounds"):
         capture.replay()
+
+
+def test_a_tensor_given_other_memory_leaves_the_capture_what_it_had(machine: Backend) -> None:
+    """As in a graph, which holds addresses: the new data is not seen, and the old is kept alive."""
+    weight, out = zeros(machine, 2), zeros(machine, 2)
+    with machine.context():
+        weight.fill_(3)
+    capture = record(machine, lambda: out.copy_(weight * 2))
+    weight.data = zeros(machine, 2) + 50
+    fillers = [zeros(machine, 2) + 9 for _ in range(8)]
+    replay(machine, capture)
+    assert values(machine, out) == [6, 6] and len(fillers) == 8
 
 
 def test_a_host_buffer_copies_its_front(machine: Backend) -> None:
