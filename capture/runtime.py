@@ -468,6 +468,11 @@ class DecodeRuntime:
             self._epoch += 1
             return self.state.restore(checkpoint)
 
+    def length_of(self, slot: int) -> int:
+        """Tokens that a slot has absorbed; waits for the steps submitted."""
+        with self._at_work():
+            return self.state.length_of(slot)
+
     def tokens_of(self, slot: int) -> list[int]:
         """All tokens of a slot, prompt first, pending one last; waits for the steps submitted."""
         with self._at_work():

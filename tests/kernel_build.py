@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 
 def build_for_sm90(
     kernel: Any,
@@ -31,3 +33,22 @@ def build_for_sm90(
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     cubin: bytes = compiled.asm["cubin"]
     return cubin
+
+
+def _interpreter_fits_numpy() -> bool:
+    try:
+        import numpy
+        import triton
+    except ImportError:
+        return False
+
+    def minor(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in version.split(".")[:2])
+
+    return minor(triton.__version__) >= (3, 7) or minor(numpy.__version__) < (2, 4)
+
+
+needs_loop_interpreter = pytest.mark.skipif(
+    not _interpreter_fits_numpy(),
+    reason="Triton's interpreter before 3.7 runs no loop with a run-time bound under numpy >= 2.4",
+)

@@ -11,21 +11,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from capture import DecodeRuntime, Ladder, StepResult
-from graphcache import Checkpoint, FinishReason
+from graphcache import Checkpoint, DecodeState, Field, FinishReason, KVLayerSchema
 from graphcache.errors import (
     BlocksExhausted,
     ContextFull,
+    InvalidRequest,
+    LayoutMismatch,
+    PrefillFailed,
     RewindTooFar,
+    SchemaError,
     SlotsExhausted,
     StaleSlot,
 )
-from tests.books import audit, blocks_in_use, poison, refused
+from tests.books import audit, blocks_in_use, poison, refused, table_of
+from tests.entry_toy import EntryDecoder
 from tests.history_oracle import TIE, FullHistory, RingRows, Story
+from tests.step_clock import HandClock
 from tests.toy import VOCAB, ToyDecoder
 
 WINDOWS: list[tuple[int | None, ...]] = [(None, 6), (None,), (5,), (3, None, 8), (1, 4)]
@@ -412,3 +419,318 @@ TestRequests.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+# --- without a runtime: each rule by itself -------------------------------------------------------
+
+FULL = KVLayerSchema(1, 8, 8, dtype=torch.float32)
+SLIDING = KVLayerSchema(1, 8, 8, window=4, dtype=torch.float32)
+
+
+def make_state(**changes: Any) -> DecodeState:
+    settings: dict[str, Any] = {
+        "schemas": (FULL, SLIDING),
+        "max_requests": 3,
+        "max_context": 20,
+        "vocab_size": VOCAB,
+        "device": "cpu",
+        "block_tokens": 4,
+    }
+    return DecodeState(**{**settings, **changes})
+
+
+def put(state: DecodeState, slot: int, tokens: list[int], **options: Any) -> None:
+    """Prefill without a model."""
+    state.absorbed(slot, state.append_tokens(slot, tokens, **options))
+    state.complete_prefill(slot)
+
+
+def test_a_prompt_is_laid_out_for_its_prefill() -> None:
+    state = make_state()
+    slot = state.open(max_tokens=5)
+    positions = state.append_tokens(slot, [7, 8, 9, 10])
+    assert positions == range(3)
+    batch = state.prefill_batch(slot, range(1, 3))
+    row = state.slots.row_of(slot)
+    assert batch.prefill
+    assert (batch.rows, batch.q_len) == (1, 2)
+    assert batch.slots.tolist() == [row, row]
+    assert batch.positions.tolist() == [1, 2]
+    assert batch.tokens.tolist() == [8, 9]
+    assert int(state.len[row]) == 0, "nothing is absorbed before it is said to be"
+    state.absorbed(slot, range(0, 3))
+    state.complete_prefill(slot)
+    assert (state.length_of(slot), state.tokens_of(slot)) == (3, [7, 8, 9, 10])
+    assert int(state.limit[row]) == 9
+    assert len(table_of(state, row)) == 2, "8 of 9 tokens are ever absorbed"
+
+
+def test_the_next_turn_absorbs_what_was_pending() -> None:
+    state = make_state()
+    slot = state.open(max_tokens=3)
+    put(state, slot, [7, 8, 9])
+    assert state.append_tokens(slot, [20, 21]) == range(2, 4)
+    assert state.tokens[state.slots.row_of(slot), :5].tolist() == [7, 8, 9, 20, 21]
+    assert int(state.limit[state.slots.row_of(slot)]) == 8
+
+
+def test_one_token_needs_no_prefill() -> None:
+    state = make_state()
+    slot = state.open()
+    assert state.append_tokens(slot, [7]) == range(0, 0)
+    state.complete_prefill(slot)
+    assert state.tokens_of(slot) == [7]
+
+
+def test_a_budget_is_for_each_turn_and_ends_with_the_context() -> None:
+    state = make_state()
+    slot = state.open(max_tokens=2)
+    row = state.slots.row_of(slot)
+    for tokens, options, limit in [
+        ([1, 2], {}, 4), ([3], {"max_tokens": 9}, 12), ([4], {}, 6), ([5], {"max_tokens": 99}, 20),
+    ]:  # fmt: skip
+        put(state, slot, tokens, **options)
+        assert int(state.limit[row]) == limit
+    endless = state.open()
+    put(state, endless, [1])
+    assert int(state.limit[state.slots.row_of(endless)]) == 20
+
+
+@pytest.mark.parametrize("ready", [0, 5])
+def test_what_reads_lengths_waits_for_the_steps_submitted(ready: int) -> None:
+    """Fork, rewind, checkpoint, the next turn and questions; the first turn has none to ask."""
+    clock = HandClock()
+    state = make_state(clock=clock, max_requests=4)
+    clock.submit(5)
+    clock.complete(ready)
+    expected = [] if ready == 5 else [5]
+    slot = state.open()
+    put(state, slot, [1, 2, 3])
+    assert clock.waited == []
+    for act in (
+        lambda: state.fork(slot),
+        lambda: state.rewind(slot, 2),
+        lambda: state.checkpoint(slot),
+        lambda: put(state, slot, [4]),
+        lambda: state.length_of(slot),
+        lambda: state.tokens_of(slot),
+    ):
+        clock.done, clock.waited = ready, []
+        act()
+        assert clock.waited == expected
+
+
+def test_a_retired_requests_row_and_blocks_rest_until_its_steps_are_done() -> None:
+    clock = HandClock()
+    state = make_state(clock=clock, max_requests=1, kv_blocks=5)
+    slot = state.open()
+    put(state, slot, [1, 2, 3])
+    assert state.blocks is not None
+    old = set(state.blocks.blocks_of(0))
+    clock.submit(2)
+    state.retire(slot)
+    clock.submit()
+    assert state.blocks.free_blocks == 5
+    again = state.open(max_tokens=1)
+    assert clock.waited == [2]
+    clock.done = 0
+    put(state, again, [1])
+    assert clock.waited == [2, 2]
+    assert set(state.blocks.blocks_of(0)) <= old
+
+
+def test_what_is_refused_takes_no_slot() -> None:
+    state = make_state(fields=(Field("bias", (2,), torch.float32),))
+    for options in (
+        {"max_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": -1},
+        {"stop": [VOCAB]}, {"stop": range(9)}, {"fields": {"biases": 1}},
+        {"fields": {"bias": [1.0, 2.0, 3.0]}}, {"fields": {"bias": "high"}},
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest):
+            state.open(**options)
+    assert state.slots.live == 0
+    slot = state.open()
+    assert state.slots.row_of(slot) == 0
+
+
+def test_tokens_that_are_refused_leave_the_slot_as_it_was() -> None:
+    state = make_state(kv_blocks=5)
+    slot, other = state.open(max_tokens=2), state.open(max_tokens=9)
+    put(state, slot, [1, 2, 3])
+    put(state, other, [4])
+    before = state.pool.arena.clone()
+    for tokens, options, error in [
+        ([], {}, InvalidRequest),
+        ([VOCAB], {}, InvalidRequest),
+        ([-1], {}, InvalidRequest),
+        ([1.0], {}, InvalidRequest),
+        ([True], {}, InvalidRequest),
+        ([1], {"max_tokens": 0}, InvalidRequest),
+        ([1] * 17, {}, ContextFull),
+        ([1], {"max_tokens": 10}, BlocksExhausted),
+    ]:
+        with pytest.raises(error):
+            state.append_tokens(slot, tokens, **options)  # type: ignore[arg-type]
+        assert torch.equal(before, state.pool.arena)
+        assert state.slots.rows_to_step([slot, other]) == [0, 1]
+    audit(state)
+
+
+def test_fields_of_a_model() -> None:
+    """Set at admission, in any form that fits; reset for the next; copied with a slot."""
+    fields = (
+        Field("adapter", (), torch.int32, initial=-1),
+        Field("bias", (2, 3), torch.float32),
+        Field("allowed", (5,), torch.bool, initial=1),
+    )
+    state = make_state(fields=fields)
+    bias = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    slot = state.open(fields={"adapter": 4, "bias": np.array(bias), "allowed": False})
+    row = state.slots.row_of(slot)
+    assert int(state.pool["adapter"][row]) == 4
+    assert state.pool["bias"][row].tolist() == bias
+    assert state.pool["allowed"][row].tolist() == [False] * 5
+    target = state.slots.row_of(state.fork(slot))
+    assert state.pool["bias"][target].tolist() == bias
+    state.retire(slot)
+    others = [state.open(fields={"bias": torch.tensor(7)}) for _ in range(2)]
+    assert row in [state.slots.row_of(other) for other in others]
+    for other in others:
+        row = state.slots.row_of(other)
+        assert int(state.pool["adapter"][row]) == -1
+        assert state.pool["bias"][row].tolist() == [[7.0] * 3] * 2
+        assert state.pool["allowed"][row].tolist() == [True] * 5
+    assert int(state.pool["adapter"][-1]) == -1
+
+
+def test_a_torn_slot_can_only_be_retired() -> None:
+    state = make_state()
+    slot, other = state.open(), state.open()
+    put(state, slot, [1, 2, 3])
+    put(state, other, [1, 2, 3])
+    state.mark_torn(slot)
+    for act in (
+        lambda: state.fork(slot),
+        lambda: state.rewind(slot, 0),
+        lambda: state.checkpoint(slot),
+        lambda: state.append_tokens(slot, [4]),
+        lambda: state.slots.rows_to_step([other, slot]),
+    ):
+        with pytest.raises(PrefillFailed, match="retire"):
+            act()
+    audit(state)
+    state.retire(slot)
+    again = state.open()
+    put(state, again, [5, 6])
+    assert state.slots.rows_to_step([other, again])
+    audit(state)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_tokens": 2},
+        {"max_context": 24},
+        {"schemas": (SLIDING, FULL)},
+        {"schemas": (FULL, SLIDING, SLIDING)},
+        {"schemas": (FULL, KVLayerSchema(1, 8, 8, window=4, dtype=torch.bfloat16))},
+        {"schemas": (FULL, KVLayerSchema(1, 8, 8, window=3, rewind=2, dtype=torch.float32))},
+        {"fields": (Field("adapter", (), torch.int32),)},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_layout_is_refused(changes: dict[str, Any]) -> None:
+    """Also where every tensor has the same size, as with a window of 3 kept in 4 rows."""
+    state, other = make_state(), make_state(**changes)
+    slot = state.open()
+    put(state, slot, [1, 2, 3])
+    checkpoint = state.checkpoint(slot).to_host()
+    with pytest.raises(LayoutMismatch, match="block_tokens"):
+        other.restore(checkpoint)
+    assert other.slots.live == 0
+    assert make_state(max_requests=7, kv_blocks=9).restore(checkpoint)
+
+
+def test_a_checkpoint_is_a_copy() -> None:
+    """What its slot does later, and what is restored from it, leave it as it was."""
+    state = make_state()
+    slot = state.open(seed=3)
+    put(state, slot, [1, 2, 3, 4, 5, 6])
+    poison(state, 1.0)
+    with state.checkpoint(slot) as checkpoint:
+        row = state.slots.row_of(slot)
+        before = state.pool.arena[row].clone()
+        put(state, slot, [9, 9])
+        state.retire(slot)
+        poison(state, 2.0)
+        for _ in range(2):
+            restored = state.restore(checkpoint)
+            assert torch.equal(state.pool.arena[state.slots.row_of(restored)], before)
+            assert state.tokens_of(restored) == [1, 2, 3, 4, 5, 6]
+            put(state, restored, [7])
+        audit(state, [checkpoint])
+    audit(state)
+
+
+def test_bytes_are_counted_to_the_last() -> None:
+    state = make_state()
+    row = 4 * 8 + 8 + 8 * 4 + 4 * 20 + 2 * 4 * 8 * 4
+    assert state.pool.row_stride_bytes == -(-row // 256) * 256
+    block = 2 * 4 * 8 * 4
+    blocks = 3 * 5 + 1
+    assert state.memory_bytes() == 4 * state.pool.row_stride_bytes + blocks * block + 4 * 5 * 4
+    assert state.memory_bytes() == sum(
+        tensor.numel() * tensor.itemsize for tensor in state.named_tensors().values()
+    )
+
+
+def test_layers_without_blocks_need_none() -> None:
+    state = make_state(schemas=(SLIDING,))
+    assert state.blocks is None
+    assert list(state.named_tensors()) == ["state arena"]
+    slot = state.open()
+    put(state, slot, [1] * 19)
+    assert state.tokens_of(state.fork(slot)) == [1] * 19
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_context": 1}, {"vocab_size": 0}, {"max_requests": 0}, {"block_tokens": 0},
+     {"kv_blocks": 0}, {"fields": (Field("len", (), torch.int32),)}],
+    ids=str,
+)  # fmt: skip
+def test_a_state_that_can_not_be(changes: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError):
+        make_state(**changes)
+
+
+@pytest.mark.parametrize("rewind", [0, 4])
+def test_scalars_derived_from_the_length_follow_it(rewind: int) -> None:
+    """The next row of a ring of entries: after prefill, steps, rewinds, forks and restores."""
+    toy = EntryDecoder(5, rewind=rewind)
+    runtime = DecodeRuntime(
+        toy.model(), max_requests=4, max_context=40, backend="tape", nvtx=False, prefill_chunk=3
+    )
+    runtime.capture(progress=False)
+    layer: Any = runtime.state.layers[0]
+    assert layer.rows == 5 + max(0, rewind - 1)
+
+    def check(*slots: int) -> None:
+        for slot in slots:
+            row = runtime.state.slots.row_of(slot)
+            assert int(layer.swa_head[row]) == runtime.state.length_of(slot) % layer.rows
+        assert int(layer.swa_head[-1]) == 0
+
+    slot = runtime.admit(list(range(1, 9)), stop=())
+    check(slot)
+    for _ in range(7):
+        runtime.step([slot]).tokens()
+        check(slot)
+    runtime.rewind(slot, runtime.state.length_of(slot) - 1)
+    check(slot)
+    fork = runtime.fork(slot)
+    runtime.step([fork]).tokens()
+    check(slot, fork)
+    with runtime.checkpoint(fork) as checkpoint:
+        runtime.extend(fork, [3, 1, 4, 1, 5])
+        check(slot, fork, runtime.restore(checkpoint))

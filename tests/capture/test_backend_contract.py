@@ -218,7 +218,7 @@ def test_replay_equals_eager_over_random_admissions(pair: Pair, seed: int) -> No
             pair.both(lambda r, s=gone: r.retire(s))
         elif kind == "rewind" and pair.slots:
             slot = chooser.choice(pair.slots)
-            length = pair.both(lambda r, s=slot: r.state.length_of(s))
+            length = pair.both(lambda r, s=slot: r.length_of(s))
             pair.both(lambda r, s=slot, n=length: r.rewind(s, n))
         elif kind == "extend" and pair.slots:
             slot = chooser.choice(pair.slots)

@@ -633,7 +633,7 @@ def test_rewind_and_answer_again(runtime: DecodeRuntime, toy: ToyDecoder) -> Non
     prompt = [1, 2, 3]
     slot = runtime.admit(prompt)
     answer = decode(runtime, slot, 4)
-    absorbed = runtime.state.length_of(slot)
+    absorbed = runtime.length_of(slot)
     assert absorbed == 6
     runtime.rewind(slot, absorbed)
     assert runtime.tokens_of(slot) == [*prompt, *answer]
@@ -653,7 +653,7 @@ def test_rewind_where_everything_is_kept(backend: str) -> None:
         assert reason is FinishReason.LENGTH
         for length in (24, 20, 17, 3):
             runtime.rewind(slot, length)
-            assert runtime.state.length_of(slot) == length
+            assert runtime.length_of(slot) == length
             history = (prompt + answer)[: length + 1]
             assert runtime.tokens_of(slot) == history
             count = 30 - length - 1
@@ -1224,7 +1224,7 @@ def test_host_calls_wait_for_steps_that_are_on_their_way(held: HeldBackend) -> N
             lambda: runtime.extend(slot, [7]),
             lambda: runtime.fork(slot),
             lambda: runtime.checkpoint(slot),
-            lambda: runtime.rewind(slot, runtime.state.length_of(slot)),
+            lambda: runtime.rewind(slot, runtime.length_of(slot)),
         ):
             held.holds = True
             result = runtime.step([slot])

@@ -23,6 +23,7 @@ from torch import Tensor
 from graphcache.errors import SchemaError
 from graphcache.ops.decode_attention import WorkspaceNotReady, decode_attention
 from graphcache.ops.kv_append import kv_append
+from tests.kernel_build import needs_loop_interpreter
 from tests.ops.kv_cases import Layout, Step, Store, append_by_hand, random_layout, random_runs
 
 module = importlib.import_module("graphcache.ops.decode_attention")
@@ -343,6 +344,7 @@ def test_splits_follow_from_the_schema() -> None:
             assert -(-blocks // per_split) <= most
 
 
+@needs_loop_interpreter
 def test_the_kernel_interpreted() -> None:
     pytest.importorskip("triton")
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

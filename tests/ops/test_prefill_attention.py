@@ -22,6 +22,7 @@ from graphcache.errors import SchemaError
 from graphcache.ops.decode_attention import decode_attention
 from graphcache.ops.kv_append import kv_append
 from graphcache.ops.prefill_attention import prefill_attention
+from tests.kernel_build import needs_loop_interpreter
 from tests.ops.kv_cases import (
     Layout,
     Step,
@@ -265,6 +266,7 @@ def test_traces_without_data() -> None:
     assert out.shape == (6, 4, 24) and out.dtype == torch.bfloat16
 
 
+@needs_loop_interpreter
 def test_the_kernel_interpreted() -> None:
     pytest.importorskip("triton")
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

@@ -1,0 +1,324 @@
+"""The command: answers from captured steps, its JSON, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from capture import cli
+from tests.models.tiny import VOCAB, _byte_characters, tiny_model
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
+
+
+class Ended(NamedTuple):
+    code: int | str | None
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of bytes and two words, saved as transformers saves one."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model().save_pretrained(path)
+    names = ["<unk>", "<s>", "</s>", "<pad>", *_byte_characters(), "hi", "ho"]
+    assert len(names) == VOCAB
+    vocabulary = {name: index for index, name in enumerate(names)}
+    words = models.BPE(vocab=vocabulary, merges=[("h", "i"), ("h", "o")], unk_token="<unk>")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        pad_token="<pad>",
+    )  # fmt: skip
+    whole.chat_template = TEMPLATE
+    whole.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> Iterator[Run]:
+    """Calls the command as the shell does; `generate` with the tiny model on the CPU."""
+    level = logging.getLogger("transformers").level
+
+    def call(*arguments: Any) -> Ended:
+        given = [str(argument) for argument in arguments]
+        if given[:1] == ["generate"]:
+            for name, value in (("--model", str(folder)), ("--device", "cpu")):
+                given += [] if name in given else [name, value]
+        monkeypatch.setattr(sys, "argv", ["graphcache", *given])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    with warnings.catch_warnings():
+        yield call
+    logging.getLogger("transformers").setLevel(level)
+
+
+def answers_by_transformers(folder: Path, prompts: list[str], count: int) -> list[list[int]]:
+    """What the model answers by transformers' own loop, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], return_tensors="pt", return_dict=False,
+            add_generation_prompt=True,
+        )  # fmt: skip
+        whole = model.generate(ids, max_new_tokens=count, do_sample=False)
+        answers.append(whole[0, ids.shape[1] :].tolist())
+    return answers
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_json_holds_the_models_answer_and_what_it_took(run: Run, folder: Path) -> None:
+    ended = run("generate", "--prompt", "hi there", "--max-tokens", 9, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    found = json.loads(ended.out)
+    assert set(found) == {
+        "answers", "backend", "device", "load_s", "decode_s", "tokens_per_s", "state_bytes",
+        "buckets",
+    }  # fmt: skip
+    (answer,) = found["answers"]
+    assert answer["prompt"] == "hi there"
+    assert answer["tokens"] == answers_by_transformers(folder, ["hi there"], 9)[0]
+    assert answer["finish_reason"] == "length"
+    text = AutoTokenizer.from_pretrained(folder).decode(answer["tokens"], skip_special_tokens=True)
+    assert answer["text"] == text
+    assert (found["backend"], found["device"]) == ("tape", "cpu")
+    assert found["tokens_per_s"] == pytest.approx(9 / found["decode_s"])
+    assert found["load_s"] > 0 and found["state_bytes"] > 0
+    (bucket,) = found["buckets"]
+    assert (bucket["rows"], bucket["q_len"], bucket["padding_rows"]) == (1, 1, 0)
+    assert bucket["nodes"] > 50 and bucket["capture_ms"] > 0
+    assert bucket["replays"] in (9, 10)  # one may be ahead of the reader
+
+
+PROMPTS = ["hi", "ho ho ho", "a", "what is it", "hi hi"]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 64])
+def test_prompts_wait_for_slots_and_answers_keep_their_order(
+    run: Run, folder: Path, at_once: int
+) -> None:
+    options = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    ended = run("generate", *options, "--max-tokens", 7, "--max-requests", at_once, "--json")
+    found = json.loads(ended.out)
+    assert [answer["prompt"] for answer in found["answers"]] == PROMPTS
+    expected = answers_by_transformers(folder, PROMPTS, 7)
+    assert [answer["tokens"] for answer in found["answers"]] == expected
+    assert max(bucket["rows"] for bucket in found["buckets"]) == min(at_once, len(PROMPTS))
+
+
+def test_a_stop_token_ends_an_answer(run: Run, folder: Path, tmp_path: Path) -> None:
+    (whole,) = answers_by_transformers(folder, ["ho"], 12)
+    stop = next(token for token in whole[2:] if whole.index(token) >= 2)
+    other = tmp_path / "stops"
+    shutil.copytree(folder, other)
+    settings = json.loads((other / "generation_config.json").read_text())
+    settings["eos_token_id"] = [stop, 2]
+    (other / "generation_config.json").write_text(json.dumps(settings))
+    ended = run("generate", "--model", other, "--prompt", "ho", "--max-tokens", 12, "--json")
+    (answer,) = json.loads(ended.out)["answers"]
+    assert answer["tokens"] == whole[: whole.index(stop) + 1]
+    assert answer["finish_reason"] == "stop"
+
+
+def test_an_answer_ends_with_the_models_context(run: Run) -> None:
+    ended = run("generate", "--prompt", "x" * 50, "--max-tokens", 1000, "--json")
+    (answer,) = json.loads(ended.out)["answers"]
+    assert len(answer["tokens"]) == 64 - 52
+    assert answer["finish_reason"] == "context"
+
+
+def test_draws_are_those_of_the_seed_and_the_prompts_place(run: Run) -> None:
+    def tokens(seed: int, count: int = 2, at_once: int = 64) -> list[list[int]]:
+        options = ["--prompt", "hi"] * count
+        settings = ["--temperature", 3.0, "--max-tokens", 12, "--max-requests", at_once, "--json"]
+        ended = run("generate", *options, "--seed", seed, *settings)
+        return [answer["tokens"] for answer in json.loads(ended.out)["answers"]]
+
+    first, second = tokens(5)
+    assert first != second
+    assert tokens(5, at_once=1) == [first, second]
+    assert tokens(6, 1) == [second]
+
+
+def test_text_streams_and_ends_with_the_rate_and_the_buckets(run: Run, folder: Path) -> None:
+    ended = run("generate", "--prompt", "hi there", "--max-tokens", 8)
+    assert (ended.code, ended.err) == (0, "")
+    tokens = answers_by_transformers(folder, ["hi there"], 8)[0]
+    text = AutoTokenizer.from_pretrained(folder).decode(tokens, skip_special_tokens=True)
+    prompt, rest = ended.out.split("\n", 1)
+    assert prompt == "hi there"
+    assert rest.startswith(text)
+    assert "captured steps (tape)" in rest and "padding rows" in rest
+    assert "8 tokens in" in rest and "tokens/s" in rest and "tape on cpu" in rest
+
+
+def test_many_answers_are_shown_each_under_its_prompt(run: Run, folder: Path) -> None:
+    options = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    ended = run("generate", *options, "--max-tokens", 5)
+    decode = AutoTokenizer.from_pretrained(folder).decode
+    for prompt, tokens in zip(PROMPTS, answers_by_transformers(folder, PROMPTS, 5), strict=True):
+        assert f"\n{prompt}\n{decode(tokens, skip_special_tokens=True)}" in ended.out
+    assert "25 tokens in" in ended.out
+
+
+def test_markup_in_a_prompt_is_text(run: Run) -> None:
+    ended = run("generate", "--prompt", "[bold]hi[/]", "--max-tokens", 1)
+    assert ended.out.startswith("[bold]hi[/]\n")
+
+
+def test_prompts_from_a_file_come_after_those_given(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("ho\n\n   \nhi hi \n", encoding="utf-8")
+    options = ["--prompt", "a", "--prompts-file", file, "--max-tokens", 2, "--json"]
+    found = json.loads(run("generate", *options).out)
+    assert [answer["prompt"] for answer in found["answers"]] == ["a", "ho", "hi hi "]
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "give at least one --prompt, or a --prompts-file with lines"),
+        (["--prompt", "  "], "a prompt is empty"),
+        (["--prompt", "x", "--max-tokens", "0"], "--max-tokens"),
+        (["--prompt", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature"),
+        (["--prompt", "x", "--seed", "-1"], "--seed"),
+        (["--prompt", "x", "--max-requests", "0"], "--max-requests"),
+        (["--prompt", "x", "--fast"], "--fast"),
+        (["--prompts-file", "nowhere.txt"], "can't read nowhere.txt"),
+    ],
+)
+def test_options_that_can_not_be(run: Run, options: list[str], says: str) -> None:
+    ended = run("generate", *options)
+    assert ended.code == 2 and ended.out == ""
+    assert says in ended.err and "Usage:" in ended.err
+
+
+def test_a_file_without_prompts(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    assert "with lines" in run("generate", "--prompts-file", tmp_path / "empty.txt").err
+    ended = run("generate", "--prompts-file", tmp_path / "bytes.txt")
+    assert ended.code == 2 and "can't read" in ended.err
+
+
+LONG_NAME = "a/model/of/a/very/long/name/" * 8
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", LONG_NAME], f"WeightsError: '{LONG_NAME}' is not a model: give 'smollm2', a"),
+        (["--model", "[red]x"], "WeightsError: '[red]x' is not a model"),
+        (["--max-tokens", "5", "--prompt", "y" * 90], "ContextFull: 92 tokens leave no room for"),
+        (["--seed", str(2**63)], "InvalidRequest: seed must lie in 0..2**63-1"),
+        (["--device", "meta"], "UnsupportedModel: the model is not built"),
+        (["--device", "toaster"], "UnsupportedPlatform: no device 'toaster'"),
+    ],
+)
+def test_an_error_of_the_library_is_one_line_and_code_1(
+    run: Run, options: list[str], says: str, as_json: bool
+) -> None:
+    ended = run("generate", "--prompt", "x", *options, *(["--json"] if as_json else []))
+    assert ended.code == 1
+    assert ended.err.startswith(says)
+    assert ended.err.count("\n") == 1 and ended.err.endswith("\n")
+    if as_json:
+        assert ended.out == ""
+
+
+def test_a_torn_model(run: Run, folder: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(folder, torn)
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    ended = run("generate", "--model", torn, "--prompt", "x")
+    assert ended.code == 1 and ended.err.count("\n") == 1
+    assert "not a whole safetensors file" in ended.err
+
+
+def test_an_interrupt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphcache.models.load_model", interrupted)
+    ended = run("generate", "--prompt", "x")
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+
+
+# --- info -----------------------------------------------------------------------------------------
+
+
+def test_info_names_versions_and_what_is_missing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+
+    def without_gguf(name: str) -> str:
+        if name == "gguf":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_gguf)
+    ended = run("info")
+    assert ended.code == 0
+    assert torch.__version__ in ended.out and "graphcache" in ended.out
+    found = json.loads(run("info", "--json").out)
+    assert found["torch"] == {"value": version("torch"), "note": ""}
+    assert found["python"]["value"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["gguf"]["value"] == "missing"
+    assert "loading .gguf files needs it" in found["gguf"]["note"]
+    if torch.cuda.is_available():
+        assert found["CUDA GPU"]["value"] == torch.cuda.get_device_properties(0).name
+    else:
+        assert found["CUDA GPU"]["value"] == "none" and "tape" in found["CUDA GPU"]["note"]
+
+
+def test_no_arguments_show_the_help(run: Run) -> None:
+    ended = run()
+    shown = ended.out + ended.err
+    assert "generate" in shown and "info" in shown and "Usage" in shown
+
+
+def test_the_command_as_a_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "capture.cli", "generate", "--model", "nowhere", "--prompt", "x"],
+        capture_output=True, text=True, timeout=120, check=False, cwd=Path(cli.__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("WeightsError: 'nowhere' is not a model")
+    assert done.stderr.count("\n") == 1
