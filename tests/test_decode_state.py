@@ -35,7 +35,7 @@ from tests.history_oracle import TIE, FullHistory, RingRows, Story
 from tests.step_clock import HandClock
 from tests.toy import VOCAB, ToyDecoder
 
-WINDOWS: list[tuple[int | None, ...]] = [(None, 6), (None,), (5,), (3, None, 8), (1, 4)]
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (3, None, 8), (1, 4)]
 STOP = 17
 _toys = {windows: ToyDecoder(windows) for windows in WINDOWS}
 _oracles = {windows: FullHistory(toy) for windows, toy in _toys.items()}
@@ -57,8 +57,8 @@ class Requests(RuleBasedStateMachine):
     """A runtime on the tape, and beside it each request's story."""
 
     @initialize(
-        windows=st.sampled_from(WINDOWS),
-        block_tokens=st.sampled_from([1, 2, 3, 4, 8, 64]),
+        windows=st.sampled_from([*WINDOWS, (None,)]),
+        block_tokens=st.sampled_from([3, 4, 1, 2, 8, 64]),
         scarce=st.booleans(),
         slots=st.integers(2, 5),
         context=st.integers(12, 44),
@@ -325,7 +325,11 @@ class Requests(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(s for s, y in self.stories.items() if y.tokens)))
         story = self.stories[slot]
         nearest = 0 if far else max(0, story.length - 6)
-        length = data.draw(st.integers(nearest, story.length))
+        self.try_rewind(slot, data.draw(st.integers(nearest, story.length)))
+
+    def try_rewind(self, slot: int, length: int) -> None:
+        """Granted, or refused for the reason that the rings and the free blocks give."""
+        story = self.stories[slot]
         users, owned = blocks_in_use(self.runtime.state, self.held()), self.owned(slot)
         shared = sum(users[block] > 1 for block in owned[length // self.block_tokens :])
         if not all([ring.grants(length, story.high) for ring in story.rings]):
@@ -344,6 +348,24 @@ class Requests(RuleBasedStateMachine):
 
     def _saved_one(self, data: st.DataObject) -> int:
         return data.draw(st.integers(0, len(self.saved) - 1))
+
+    @precondition(lambda self: any(y.live and y.length > 1 for y in self.stories.values()))
+    @rule(data=st.data(), both=st.booleans())
+    def fork_and_go_back(self, data: st.DataObject, both: bool) -> None:
+        """A fork; then it, or its parent, or both go back among what they share and go on."""
+        parent = data.draw(
+            st.sampled_from(sorted(s for s, y in self.stories.items() if y.live and y.length > 1))
+        )
+        forked = len(self.stories) < self.slots and self.enough(self.copies(self.stories[parent]))
+        pair = [parent]
+        if forked:
+            child = self.runtime.fork(parent)
+            self.stories[child] = self.stories[parent].copy()
+            pair = data.draw(st.permutations([parent, child]))
+        for slot in pair if both else pair[:1]:
+            length = self.stories[slot].length
+            self.try_rewind(slot, data.draw(st.integers(max(0, length - 9), length - 1)))
+        self.steps_of(list(pair), times=2)
 
     @precondition(lambda self: self.stories and len(self.saved) < 3)
     @rule(data=st.data(), to_host=st.booleans())
