@@ -60,6 +60,7 @@ def changed_bytes(before: Tensor, after: Tensor) -> np.ndarray:
 def table_of(state: DecodeState, row: int) -> list[int]:
     """A slot's blocks as the device's table has them, without the scratch block."""
     assert state.blocks is not None
+    settle(state)
     line = state.blocks.table[row].tolist()
     used = [block for block in line if block != state.blocks.num_blocks]
     assert line[: len(used)] == used, "a gap in a block table"

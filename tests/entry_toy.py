@@ -60,6 +60,4 @@ class EntryDecoder:
 
     def model(self) -> StepFunction:
         """As a runtime's model."""
-        return StepFunction(
-            self, VOCAB, schemas=self.schemas, device=self.device, chunk=self.chunk
-        )
+        return StepFunction(self, VOCAB, schemas=self.schemas, device=self.device, chunk=self.chunk)

@@ -110,9 +110,7 @@ def answer(
 
 
 def same(one: Answer, two: Answer) -> bool:
-    return one[0] == two[0] and all(
-        torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True)
-    )
+    return one[0] == two[0] and all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -135,12 +133,9 @@ def test_a_request_alone_and_in_company(backend: str, options: dict[str, Any]) -
     for companions in (1, 3, 7):
         rng = random.Random(companions)
         assert same(alone, answer(runtime, PROMPTS[2], options, 24, companions, rng))
-    fresh = make_runtime(backend, ladder=Ladder([5, 8]), block_tokens=16, kv_blocks=32)
-    if backend == "tape":
-        # The reference gathers whole blocks, so only the kernel is the same for all sizes.
-        assert fresh.state.blocks is not None
-    got = answer(fresh, PROMPTS[2], options, 24, 4, random.Random(1))
-    assert got[0] == alone[0]
+    # Bits may depend on the schema, to which a block's size belongs; tokens may not.
+    other = make_runtime(backend, ladder=Ladder([5, 8]), block_tokens=16)
+    assert answer(other, PROMPTS[2], options, 24, 4, random.Random(1))[0] == alone[0]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
@@ -173,9 +168,7 @@ def _cache(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("table", "window"), [(True, 0), (True, 100), (False, 200), (False, 7)])
-def test_decode_attention(
-    backend: str, table: bool, window: int, dtype: torch.dtype
-) -> None:
+def test_decode_attention(backend: str, table: bool, window: int, dtype: torch.dtype) -> None:
     """Contexts that take one split and many; each token at some row of every bucket."""
     device = device_of(backend)
     slots, rows = 8, 1024
@@ -208,9 +201,7 @@ def test_prefill_attention(backend: str) -> None:
     device = device_of(backend)
     cache = _cache(device, 4, 256, True, torch.float32)
     generator = torch.Generator().manual_seed(4)
-    q, k, v = (
-        torch.randn(3, 20, heads, 32, generator=generator).to(device) for heads in (9, 3, 3)
-    )
+    q, k, v = (torch.randn(3, 20, heads, 32, generator=generator).to(device) for heads in (9, 3, 3))
     starts, lengths = [40, 0, 129], [20, 7, 13]
 
     def attend(chosen: list[int], q_len: int) -> Tensor:

@@ -327,8 +327,6 @@ def _rewind(store: BlockStore) -> None:
     store.rewind(1, 0)
 
 
-
-
 def _adopt(store: BlockStore) -> None:
     store.adopt(2, list(store.blocks_of(0)), length=10, tokens=20)
 
@@ -356,6 +354,20 @@ def test_exhaustion_leaves_everything_as_it_was(act: Any) -> None:
     assert clock.waited == []
 
 
+def test_asking_for_blocks_takes_none() -> None:
+    """What rests counts as free, and is not waited for."""
+    store, clock = make_store(blocks=4)
+    store.reserve(0, 8)
+    clock.submit()
+    store.release(0)
+    before = books(store)
+    store.check_free(4)
+    with pytest.raises(BlocksExhausted, match="5 blocks of 4 tokens are needed and 4 of 4"):
+        store.check_free(5)
+    assert same(before, books(store))
+    assert clock.waited == []
+
+
 def test_exhaustion_of_a_hold() -> None:
     store, _ = make_store(blocks=3)
     store.reserve(0, 12)
@@ -370,7 +382,7 @@ def test_the_error_says_what_to_do() -> None:
     store, _ = make_store(blocks=3)
     with pytest.raises(
         BlocksExhausted,
-        match="5 blocks of 4 tokens are needed and 3 of 3 are free.*max_tokens.*kv_blocks",
+        match=r"5 blocks of 4 tokens are needed and 3 of 3 are free.*max_tokens.*kv_blocks",
     ):
         store.reserve(0, 20)
 
@@ -396,9 +408,7 @@ def test_on_the_device(backend: str) -> None:
 class Blocks(RuleBasedStateMachine):
     """Requests that reserve, write, fork, go back and leave, against lists of numbers."""
 
-    @initialize(
-        blocks=st.integers(2, 16), block_tokens=st.integers(1, 5), slots=st.integers(2, 4)
-    )
+    @initialize(blocks=st.integers(2, 16), block_tokens=st.integers(1, 5), slots=st.integers(2, 4))
     def start(self, blocks: int, block_tokens: int, slots: int) -> None:
         self.store, self.clock = make_store(blocks, block_tokens, slots, context=20)
         self.blocks, self.size, self.slots = blocks, block_tokens, slots

@@ -7,6 +7,7 @@ order, on memory that starts as NaN. Every token, every reason and the logits be
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class Requests(RuleBasedStateMachine):
         ladder=st.sampled_from(["every", "powers", "one"]),
         chunk=st.sampled_from([1, 2, 5, 64]),
         capture_late=st.booleans(),
+        promise=st.sampled_from([0, 4]),
     )
     def start(
         self,
@@ -76,8 +78,9 @@ class Requests(RuleBasedStateMachine):
         ladder: str,
         chunk: int,
         capture_late: bool,
+        promise: int,
     ) -> None:
-        self.toy, self.oracle = _toys[windows], _oracles[windows]
+        self.toy, self.oracle, self.promise = _toys[windows], _oracles[windows], promise
         self.context, self.block_tokens = context, block_tokens
         self.slots, self.has_blocks = slots, None in windows
         width = -(-context // block_tokens)
@@ -91,8 +94,9 @@ class Requests(RuleBasedStateMachine):
         self.saved: list[tuple[Checkpoint, Story]] = []
 
     def make_runtime(self, ladder: str = "one", chunk: int = 64) -> DecodeRuntime:
+        schemas = tuple(replace(schema, rewind=self.promise) for schema in self.toy.schemas)
         return DecodeRuntime(
-            self.toy.model(stop_tokens=(STOP,)),
+            replace(self.toy.model(stop_tokens=(STOP,)), schemas=schemas),
             max_requests=self.slots,
             max_context=self.context,
             ladder=_ladder(ladder, self.slots),
@@ -140,7 +144,7 @@ class Requests(RuleBasedStateMachine):
 
     def new_story(self, max_tokens: int | None, stop: tuple[int, ...]) -> Story:
         rings = [
-            RingRows(min(self.context, window), window)
+            RingRows(min(self.context, window + max(0, self.promise - 1)), window)
             for window in set(self.toy.windows)
             if window is not None
         ]
@@ -332,7 +336,8 @@ class Requests(RuleBasedStateMachine):
         story = self.stories[slot]
         users, owned = blocks_in_use(self.runtime.state, self.held()), self.owned(slot)
         shared = sum(users[block] > 1 for block in owned[length // self.block_tokens :])
-        if not all([ring.grants(length, story.high) for ring in story.rings]):
+        grants = [ring.grants(length, story.high) for ring in story.rings]
+        if not all(grants):
             error: Any = RewindTooFar
         elif not self.enough(shared):
             error = BlocksExhausted
@@ -435,7 +440,7 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = settings(
-    max_examples=70,
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from graphcache import PAD_SLOT, SlotManager
 from graphcache.errors import (
     InvalidSlot,
+    PrefillFailed,
     SchemaError,
     SlotPrefilling,
     SlotsExhausted,
@@ -34,7 +35,7 @@ def test_every_row_is_handed_out_and_scratch_never() -> None:
     assert sorted(rows) == [0, 1, 2, 3, 4]
     assert len(set(handles)) == 5
     assert manager.live == 5
-    with pytest.raises(SlotsExhausted, match="all 5 slots are taken.*max_requests"):
+    with pytest.raises(SlotsExhausted, match=r"all 5 slots are taken.*max_requests"):
         manager.admit()
     assert manager.live == 5
 
@@ -170,6 +171,24 @@ def test_phases() -> None:
         manager.rows_to_step([one])
 
 
+def test_a_torn_row_can_only_be_retired() -> None:
+    manager, _, (one, other) = _full(2)
+    row = manager.row_of(one)
+    for handle in (one, other):
+        manager.mark_live(manager.row_of(handle))
+    manager.mark_torn(row)
+    assert manager.phase(one) is SlotPhase.TORN
+    for act in (lambda: manager.rows_to_step([other, one]), lambda: manager.whole_row_of(one)):
+        with pytest.raises(PrefillFailed, match=f"slot {one} failed midway.*retire"):
+            act()
+    assert manager.whole_row_of(other) == manager.row_of(other)
+    assert manager.live == 2
+    manager.retire(one)
+    again = manager.admit()
+    assert manager.row_of(again) == row
+    assert manager.whole_row_of(again) == row
+
+
 def test_the_next_request_of_a_row_starts_over() -> None:
     """A row that was live when it was retired is prefilling when it is admitted again."""
     manager, _, (handle,) = _full(1)
@@ -206,7 +225,7 @@ class Rows(RuleBasedStateMachine):
         self.free = list(range(slots))
         self.resting: list[tuple[int, int]] = []
         self.rows: dict[int, int] = {}
-        self.live: set[int] = set()
+        self.phases: dict[int, SlotPhase] = {}
         self.gone: list[int] = []
 
     def _rested(self) -> None:
@@ -229,7 +248,7 @@ class Rows(RuleBasedStateMachine):
         assert row in self.free, "a row was handed out that is taken or rests"
         assert handle not in self.rows and handle not in self.gone
         self.free.remove(row)
-        self.rows[handle] = row
+        self.rows[handle], self.phases[handle] = row, SlotPhase.PREFILLING
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -237,7 +256,7 @@ class Rows(RuleBasedStateMachine):
         handle = data.draw(st.sampled_from(sorted(self.rows)))
         row = self.rows.pop(handle)
         assert self.manager.retire(handle) == row
-        self.live.discard(handle)
+        del self.phases[handle]
         self.resting.append((self.clock.submitted, row))
         self.gone.append(handle)
 
@@ -251,24 +270,31 @@ class Rows(RuleBasedStateMachine):
         self.clock.complete(data.draw(st.integers(self.clock.done + 1, self.clock.submitted)))
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data(), live=st.booleans())
-    def change_phase(self, data: st.DataObject, live: bool) -> None:
+    @rule(
+        data=st.data(),
+        phase=st.sampled_from([SlotPhase.LIVE, SlotPhase.PREFILLING, SlotPhase.TORN]),
+    )
+    def change_phase(self, data: st.DataObject, phase: SlotPhase) -> None:
         handle = data.draw(st.sampled_from(sorted(self.rows)))
-        (self.manager.mark_live if live else self.manager.mark_prefilling)(self.rows[handle])
-        (self.live.add if live else self.live.discard)(handle)
+        mark = {
+            SlotPhase.LIVE: self.manager.mark_live,
+            SlotPhase.PREFILLING: self.manager.mark_prefilling,
+            SlotPhase.TORN: self.manager.mark_torn,
+        }
+        mark[phase](self.rows[handle])
+        self.phases[handle] = phase
 
     @rule(data=st.data())
     def ask_to_step(self, data: st.DataObject) -> None:
         """A batch of handles, good and bad: rows in order, or the first one's error."""
         known = [*self.rows, *self.gone, 0, PAD_SLOT, 99 << 20]
         batch = data.draw(st.lists(st.sampled_from(known), max_size=4))
+        errors = {SlotPhase.PREFILLING: SlotPrefilling, SlotPhase.TORN: PrefillFailed}
         for handle in batch:
-            if handle not in self.live:
-                error: Any = InvalidSlot
-                if handle in self.rows:
-                    error = SlotPrefilling
-                elif handle in self.gone:
-                    error = StaleSlot
+            phase = self.phases.get(handle)
+            if phase is not SlotPhase.LIVE:
+                error: Any = StaleSlot if handle in self.gone else InvalidSlot
+                error = error if phase is None else errors[phase]
                 with pytest.raises(error):
                     self.manager.rows_to_step(batch)
                 return
@@ -281,8 +307,7 @@ class Rows(RuleBasedStateMachine):
         assert self.manager.live == len(self.rows)
         for handle, row in self.rows.items():
             assert self.manager.row_of(handle) == row
-            wanted = SlotPhase.LIVE if handle in self.live else SlotPhase.PREFILLING
-            assert self.manager.phase(handle) is wanted
+            assert self.manager.phase(handle) is self.phases[handle]
         for handle in self.gone:
             with pytest.raises(StaleSlot):
                 self.manager.row_of(handle)

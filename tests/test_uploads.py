@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -110,7 +109,7 @@ class _Events:
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Uploads, _Events]]:
+def pinned(monkeypatch: pytest.MonkeyPatch) -> tuple[Uploads, _Events]:
     """The way through pinned buffers, without a GPU: plain memory, and events that are written
     down."""
     events = _Events()
@@ -121,7 +120,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Uploads, _Events]]
         return plain(*size, **options)
 
     monkeypatch.setattr(uploads_module.torch, "empty", empty)
-    yield Uploads(torch.device("cuda"), 32), events
+    return Uploads(torch.device("cuda"), 32), events
 
 
 def test_a_buffer_is_filled_again_only_after_its_last_copy(

@@ -59,20 +59,27 @@ class WideSteps:
         self.promised: dict[int, int | None] = {}
 
     def admit(self, prompt: list[int]) -> int:
-        """Absorb all of a prompt but its last token, in one chunk."""
-        state = self.state
-        slot = state.open(stop=())
-        positions = state.append_tokens(slot, prompt)
+        """A request with its prompt."""
+        slot = self.state.open(stop=())
+        self.stories[slot] = Story(rings=[RingRows(r, w) for w, r in self.rows.items()])
+        self.extend(slot, prompt)
+        return slot
+
+    def extend(self, slot: int, tokens: list[int]) -> None:
+        """Absorb what is pending and all new tokens but the last, in one chunk."""
+        state, story = self.state, self.stories[slot]
+        positions = state.append_tokens(slot, tokens)
         if positions:
             self.toy(state.prefill_batch(slot, positions))
             state.absorbed(slot, positions)
         state.complete_prefill(slot)
-        story = Story(list(prompt), rings=[RingRows(r, w) for w, r in self.rows.items()])
-        story.absorb(len(prompt) - 1)
-        self.stories[slot], self.promised[slot] = story, None
-        return slot
+        story.tokens += tokens
+        story.absorb(len(story.tokens) - 1)
+        self.promised[slot] = None
 
-    def step(self, runs: dict[int, tuple[int, int]], q_len: int, padding: Sequence[int] = ()) -> None:
+    def step(
+        self, runs: dict[int, tuple[int, int]], q_len: int, padding: Sequence[int] = ()
+    ) -> None:
         """One step of `(tokens, accepted)` by slot; `padding` are indices of empty rows."""
         state = self.state
         requested: list[list[int]] = []
@@ -104,7 +111,8 @@ class WideSteps:
     def rewind(self, slot: int, length: int) -> bool:
         """Granted or refused by the rule; what was promised must be granted."""
         story, promised = self.stories[slot], self.promised[slot]
-        granted = all([ring.grants(length, story.high) for ring in story.rings])
+        grants = [ring.grants(length, story.high) for ring in story.rings]
+        granted = all(grants)
         if promised is not None and length >= promised:
             assert granted, "a promised rewind was refused"
         try:
@@ -117,9 +125,7 @@ class WideSteps:
         self.promised[slot] = None
         return True
 
-    def _hear(
-        self, slot: int, count: int, accept: int, logits: Tensor, emitted: list[int]
-    ) -> None:
+    def _hear(self, slot: int, count: int, accept: int, logits: Tensor, emitted: list[int]) -> None:
         story = self.stories[slot]
         start = story.length
         expected = self.oracle.logits(story.tokens)[start:]

@@ -190,7 +190,9 @@ def test_replay_equals_eager_over_random_admissions(pair: Pair, seed: int) -> No
         poison_scratch(runtime)
     used = set()
     for turn in range(60):
-        kind = chooser.choice(["admit", "admit", "retire", "fork", "rewind", "extend", "checkpoint"])
+        kind = chooser.choice(
+            ["admit", "admit", "retire", "fork", "rewind", "extend", "checkpoint"]
+        )
         if kind == "admit" and len(pair.slots) < SLOTS:
             prompt = [chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 24))]
             options: dict[str, Any] = {
@@ -350,6 +352,7 @@ def check_usable(runtime: DecodeRuntime, chain: Chain, slot: int, given: list[in
             assert not torch.cuda.is_current_stream_capturing()
             assert (torch.ones(3, device=runtime.device) * 2).sum().item() == 6
         runtime._backend.synchronize()
+    assert all(bucket.captured is None for bucket in runtime._buckets.values())
     with pytest.raises(NotCaptured):
         runtime.step([slot])
     given.append(runtime.step([slot], eager=True).tokens()[0])

@@ -283,9 +283,7 @@ def test_an_interrupt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- info -----------------------------------------------------------------------------------------
 
 
-def test_info_names_versions_and_what_is_missing(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_names_versions_and_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
 
     def without_gguf(name: str) -> str:

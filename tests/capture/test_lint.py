@@ -96,9 +96,22 @@ REFUSED: dict[str, tuple[str, str]] = {
     "n = torch.multinomial(x + 1, 1)": ("aten.multinomial.default", RANDOM),
     "n = torch.bernoulli(m.float())": ("aten.bernoulli.default", RANDOM),
     "n = F.dropout(x)": ("aten.bernoulli_.float", RANDOM),
+    "n = cpu_attention(q, q, q, 0.1)": (
+        "aten._scaled_dot_product_flash_attention_for_cpu.default", RANDOM,
+    ),
+    "n = cpu_attention(q, q, q, dropout_p=0.1)": (
+        "aten._scaled_dot_product_flash_attention_for_cpu.default", RANDOM,
+    ),
     "n = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)": ("aten.bernoulli_.float", RANDOM),
-}
-ON_CPU_ONLY = ("torch.from_numpy", "torch.asarray", "torch.LongTensor", "torch.Generator", "host")
+}  # fmt: skip
+ON_CPU_ONLY = (
+    "torch.from_numpy",
+    "torch.asarray",
+    "torch.LongTensor",
+    "torch.Generator",
+    "host",
+    "cpu_",
+)
 
 HEAD = """\
 import io
@@ -108,6 +121,7 @@ import torch
 import torch.nn.functional as F
 
 nowhere = io.StringIO()
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def step(x, y, i, m, t, q, elsewhere, host):
@@ -486,6 +500,8 @@ def test_capture_names_the_line_and_leaves_nothing_captured(backend: str) -> Non
         assert (source.file, source.line) == (__file__, line)
         assert source.text == "if (batch.tokens > 3).any():  # a line that no graph can hold"
         assert READS in str(caught.value)
+        # The first rehearsal found it, before any capture.
+        assert chain.runs == 1
         assert runtime.report is None
         chain.before = lambda _: None
         assert len(runtime.capture(progress=False).buckets) == len(runtime.ladder.buckets)

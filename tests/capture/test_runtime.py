@@ -197,6 +197,27 @@ def test_retire_gives_the_row_to_others(runtime: DecodeRuntime, toy: ToyDecoder)
                 runtime.retire(slot)
 
 
+@both
+def test_a_steady_batch_is_looked_at_again_when_its_slots_have_changed(
+    chained: DecodeRuntime, chain: Chain
+) -> None:
+    """The same list as last time says nothing of what has become of its slots since."""
+    slots = [chained.admit([2]), chained.admit([3])]
+    assert chained.step(slots).tokens() == chain.answer([2], 1) + chain.answer([3], 1)
+    chained.extend(slots[0], [4], final=False)
+    with pytest.raises(SlotPrefilling):
+        chained.step(slots)
+    chained.extend(slots[0], [5])
+    assert chained.step(slots).tokens() == [*chain.answer([5], 1), chain.answer([3], 2)[1]]
+    chained.retire(slots[1])
+    with pytest.raises(StaleSlot):
+        chained.step(slots)
+    again = chained.admit([6])
+    with pytest.raises(StaleSlot):
+        chained.step(slots)
+    assert chained.step([again]).tokens() == chain.answer([6], 1)
+
+
 # --- the end of an answer -------------------------------------------------------------------------
 
 
@@ -670,9 +691,10 @@ def test_a_checkpoint_goes_into_any_slot_of_any_runtime(
 ) -> None:
     prompt = [(7 * i + 1) % VOCAB for i in range(21)]
     options: dict[str, Any] = {"temperature": 1.2, "seed": 9, "max_tokens": 20, "stop": []}
-    with captured(toy_runtime(backend, toy)) as runtime, captured(
-        toy_runtime(backend, toy)
-    ) as other:
+    with (
+        captured(toy_runtime(backend, toy)) as runtime,
+        captured(toy_runtime(backend, toy)) as other,
+    ):
         slot = runtime.admit(prompt, **options)
         start = decode(runtime, slot, 5)
         kept = runtime.checkpoint(slot)
