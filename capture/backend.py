@@ -58,6 +58,9 @@ class HostBuffer(Protocol):
 class Backend(Protocol):
     """Records and replays on one device, in the order of one stream.
 
+    Recordings share memory: what a step makes lasts until another step is replayed, in whatever
+    order they were recorded. What is to last longer is written to memory made before.
+
     Attributes:
         name: "cuda_graph" or "tape".
         rehearsals: how often a step must run before a capture, until everything that it makes

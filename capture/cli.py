@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 import warnings
@@ -42,11 +43,19 @@ def main() -> None:
     try:
         app()
     except GraphCacheError as error:
-        messages.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}")
+        # One line however long: a terminal wraps it, and a log keeps it whole.
+        said = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
+        messages.print(said, soft_wrap=True, highlight=False)
         sys.exit(1)
     except KeyboardInterrupt:
         messages.print("stopped")
         sys.exit(130)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 @app.command()
@@ -73,7 +82,9 @@ def generate(
         Path | None, typer.Option(help="A file with one message a line.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of each answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, callback=_finite, help="0 for greedy.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Prompt i draws with seed + i.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_requests: Annotated[

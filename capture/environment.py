@@ -62,6 +62,8 @@ def inspect_environment() -> list[Finding]:
 
 
 def _package(name: str, note: str) -> Finding:
+    if name == "torch":
+        return Finding(name, torch.__version__)
     for distribution in (name, name.replace("cuda-python", "cuda-bindings")):
         try:
             return Finding(name, importlib.metadata.version(distribution))

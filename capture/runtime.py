@@ -311,6 +311,8 @@ class DecodeRuntime:
 
     def collect(self, result: StepResult, timeout: float | None) -> tuple[list[int], list[int]]:
         """For `StepResult.tokens`: wait for a step and read what it gave."""
+        if self._lost is not None and self._mailbox.completed() < result.number:
+            raise DeviceLost(self._lost)
         if self._listening:
             self._ranges.open(self._drain)
         try:

@@ -18,5 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    # On a machine whose cores are busy, torch's threads wait for each other far longer than a
+    # small step takes.
+    torch.set_num_threads(1)

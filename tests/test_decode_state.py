@@ -327,9 +327,8 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data(), far=st.booleans())
     def rewind(self, data: st.DataObject, far: bool) -> None:
         slot = data.draw(st.sampled_from(sorted(s for s, y in self.stories.items() if y.tokens)))
-        story = self.stories[slot]
-        nearest = 0 if far else max(0, story.length - 6)
-        self.try_rewind(slot, data.draw(st.integers(nearest, story.length)))
+        length = self.stories[slot].length
+        self.try_rewind(slot, length - data.draw(st.integers(0, length if far else min(length, 4))))
 
     def try_rewind(self, slot: int, length: int) -> None:
         """Granted, or refused for the reason that the rings and the free blocks give."""
@@ -369,7 +368,7 @@ class Requests(RuleBasedStateMachine):
             pair = data.draw(st.permutations([parent, child]))
         for slot in pair if both else pair[:1]:
             length = self.stories[slot].length
-            self.try_rewind(slot, data.draw(st.integers(max(0, length - 9), length - 1)))
+            self.try_rewind(slot, length - data.draw(st.integers(1, min(length, 9))))
         self.steps_of(list(pair), times=2)
 
     @precondition(lambda self: self.stories and len(self.saved) < 3)
@@ -381,8 +380,12 @@ class Requests(RuleBasedStateMachine):
             with refused(self.runtime, BlocksExhausted):
                 self.runtime.checkpoint(slot)
             return
+        room = self.room()
         checkpoint = self.runtime.checkpoint(slot)
-        self.saved.append((checkpoint.to_host() if to_host else checkpoint, story.copy()))
+        if to_host:
+            assert checkpoint.to_host() is checkpoint
+            assert self.room() == room and not checkpoint.held
+        self.saved.append((checkpoint, story.copy()))
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())

@@ -137,7 +137,10 @@ def _find_smollm2() -> Path:
 def _pick_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise UnsupportedPlatform(f"no device {str(device)!r}; use auto, cpu or cuda") from None
     if place.type == "cuda":
         if not torch.cuda.is_available():
             raise UnsupportedPlatform(f"no CUDA device for {str(device)!r}; use device='cpu'")

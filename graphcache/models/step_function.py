@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch import Batch
 from ..pool import Field
@@ -37,6 +37,12 @@ class StepFunction:
     stop_tokens: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     chunk: Callable[[Batch], None] | None = None
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of a `step` that is a module, by name, as they are now."""
+        if not isinstance(self.step, nn.Module):
+            return {}
+        return {**dict(self.step.named_parameters()), **dict(self.step.named_buffers())}
 
     def prefill(self, batch: Batch) -> None:
         """Absorb a prompt's chunk."""

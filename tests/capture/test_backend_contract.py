@@ -1,4 +1,4 @@
-"""One contract, two backends: what a capture and its replays promise, asked of both in one suite."""
+"""One contract, two backends: what a capture and its replays promise, asked of both."""
 
 from __future__ import annotations
 

@@ -151,9 +151,7 @@ CASES: dict[str, Case] = {
         r"slot \d+ is asked for more than once in one step",
     ),
     "a bare row number": Case(lambda w: w.runtime.step([0]), InvalidSlot, PASS_A_HANDLE),
-    "the scratch row": Case(
-        lambda w: w.runtime.step([handle(4, 1)]), InvalidSlot, r"row 4 of 4.*"
-    ),
+    "the scratch row": Case(lambda w: w.runtime.step([handle(4, 1)]), InvalidSlot, r"row 4 of 4.*"),
     "a row far out of range": Case(
         lambda w: w.runtime.step([handle(99, 1)]), InvalidSlot, PASS_A_HANDLE
     ),
@@ -192,7 +190,9 @@ CASES: dict[str, Case] = {
     ),
     # admission
     "no slot left": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4), SlotsExhausted, rf"all 4 slots are taken; {RETIRE}",
+        lambda w: w.runtime.admit([1], max_tokens=4),
+        SlotsExhausted,
+        rf"all 4 slots are taken; {RETIRE}",
         World.take_last_slot,
     ),
     "no slot left to open": Case(
@@ -306,41 +306,57 @@ CASES: dict[str, Case] = {
         lambda w: w.runtime.admit([1], max_tokens=2.0), InvalidRequest, r"must be an int, got 2\.0"
     ),
     "a negative temperature": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, temperature=-0.5), InvalidRequest, r"not negative, got -0\.5"
+        lambda w: w.runtime.admit([1], max_tokens=4, temperature=-0.5),
+        InvalidRequest,
+        r"not negative, got -0\.5",
     ),
     "a temperature that is no number": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, temperature=float("nan")), InvalidRequest, r"must be finite"
+        lambda w: w.runtime.admit([1], max_tokens=4, temperature=float("nan")),
+        InvalidRequest,
+        r"must be finite",
     ),
     "an infinite temperature": Case(
         lambda w: w.runtime.open(temperature=float("inf")), InvalidRequest, r"must be finite"
     ),
     "a negative top_k": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, top_k=-1), InvalidRequest, r"0 \(off\) or positive, got -1"
+        lambda w: w.runtime.admit([1], max_tokens=4, top_k=-1),
+        InvalidRequest,
+        r"0 \(off\) or positive, got -1",
     ),
     "top_p of 0": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, top_p=0.0), InvalidRequest, r"above 0 and not above 1"
+        lambda w: w.runtime.admit([1], max_tokens=4, top_p=0.0),
+        InvalidRequest,
+        r"above 0 and not above 1",
     ),
     "top_p above 1": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, top_p=1.5), InvalidRequest, r"above 0 and not above 1"
+        lambda w: w.runtime.admit([1], max_tokens=4, top_p=1.5),
+        InvalidRequest,
+        r"above 0 and not above 1",
     ),
     "a negative seed": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, seed=-1), InvalidRequest, r"0\.\.2\*\*63-1, got -1"
+        lambda w: w.runtime.admit([1], max_tokens=4, seed=-1),
+        InvalidRequest,
+        r"0\.\.2\*\*63-1, got -1",
     ),
     "a seed too large": Case(
         lambda w: w.runtime.fork(w.short, seed=2**63), InvalidRequest, r"0\.\.2\*\*63-1"
     ),
     "nine stop tokens": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, stop=range(9)), InvalidRequest, r"at most 8 stop tokens"
+        lambda w: w.runtime.admit([1], max_tokens=4, stop=range(9)),
+        InvalidRequest,
+        r"at most 8 stop tokens",
     ),
     "a stop token beyond the vocabulary": Case(
-        lambda w: w.runtime.admit([1], max_tokens=4, stop=[VOCAB]), InvalidRequest, r"stop token 61 .*outside"
+        lambda w: w.runtime.admit([1], max_tokens=4, stop=[VOCAB]),
+        InvalidRequest,
+        r"stop token 61 .*outside",
     ),
     "a field nobody declares": Case(
         lambda w: w.runtime.admit([1], max_tokens=4, fields={"adapter": 3}),
         InvalidRequest,
         r"declares no field 'adapter'; it declares none",
     ),
-}  # fmt: skip
+}
 
 
 def accounts(runtime: DecodeRuntime) -> dict[str, Any]:

@@ -182,7 +182,10 @@ def test_text_streams_and_ends_with_the_rate_and_the_buckets(run: Run, folder: P
 
 def test_many_answers_are_shown_each_under_its_prompt(run: Run, folder: Path) -> None:
     options = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    ended = run("generate", *options, "--max-tokens", 5)
+    ended = run("generate", *options, "--max-tokens", 5, "--max-requests", 1)
+    # First come, first served: shown as they are done, that is in their order.
+    places = [ended.out.index(f"\n{prompt}\n") for prompt in PROMPTS]
+    assert places == sorted(places)
     decode = AutoTokenizer.from_pretrained(folder).decode
     for prompt, tokens in zip(PROMPTS, answers_by_transformers(folder, PROMPTS, 5), strict=True):
         assert f"\n{prompt}\n{decode(tokens, skip_special_tokens=True)}" in ended.out

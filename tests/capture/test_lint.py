@@ -1,4 +1,4 @@
-"""What can't be captured is found before any capture, with the operation and the user's own line."""
+"""What can't be captured is found before any capture, with the user's own line."""
 
 from __future__ import annotations
 

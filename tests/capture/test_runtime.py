@@ -33,6 +33,7 @@ from graphcache.errors import (
     SlotPrefilling,
     StaleSlot,
 )
+from graphcache.models import StepFunction
 from tests.capture.support import (
     BIAS,
     Chain,
@@ -112,19 +113,14 @@ def test_requests_come_and_go_in_one_batch(runtime: DecodeRuntime, toy: ToyDecod
 
 
 @both
-@pytest.mark.parametrize("cuts", [[1], [20], [1, 1, 1], [7, 1, 12], [19, 20]])
+@pytest.mark.parametrize("cuts", [[1], [20], [1, 2, 3], [7, 8, 16], [16, 17], [19, 20]])
 def test_extend_in_chunks_is_one_prompt(
     runtime: DecodeRuntime, toy: ToyDecoder, cuts: list[int]
 ) -> None:
     prompt = [(7 * i + 2) % VOCAB for i in range(21)]
     slot = runtime.open()
-    start = 0
-    for cut in [*cuts, len(prompt)]:
-        if cut > start or cut < start and cut == 1:
-            end = max(cut, start + 1)
-            runtime.extend(slot, prompt[start:end], final=end == len(prompt))
-            start = end
-    assert start == len(prompt)
+    for start, end in zip([0, *cuts], [*cuts, len(prompt)], strict=True):
+        runtime.extend(slot, prompt[start:end], final=end == len(prompt))
     assert runtime.tokens_of(slot) == prompt
     assert decode(runtime, slot, 8) == ToyOracle(toy).answer(prompt, 8)
 
@@ -381,8 +377,6 @@ def test_a_sampler_of_ones_own_is_captured(backend: str, chain: Chain) -> None:
 
 @both
 def test_fields_are_set_at_admission_and_reset_for_the_next(backend: str, chain: Chain) -> None:
-    from graphcache.models import StepFunction
-
     model = StepFunction(biased(chain), VOCAB, fields=(BIAS,), device=chain.device)
     bias = torch.zeros(VOCAB)
     bias[13] = 50
@@ -1147,6 +1141,20 @@ def test_what_a_function_holds_is_found_too(backend: str, toy: ToyDecoder) -> No
             runtime.admit([1])
         with pytest.raises(PointerMoved):
             runtime.step([slot])
+
+
+@both
+@by_move
+def test_a_module_wrapped_as_a_function_is_known_by_name(
+    backend: str, move: Callable[[Linear], None]
+) -> None:
+    module = Linear(device_of(backend))
+    module.forward = module.decode  # type: ignore[method-assign]
+    model = StepFunction(module, VOCAB, device=module.device)
+    with captured(DecodeRuntime(model, max_requests=1, max_context=16, backend=backend)) as runtime:
+        move(module)
+        with pytest.raises(PointerMoved, match=MOVES[move]):
+            runtime.admit([1])
 
 
 @both

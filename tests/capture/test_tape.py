@@ -5,6 +5,7 @@ What both backends promise is asked of both; what only the tape can show, of the
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -480,13 +481,13 @@ def test_a_capture_holds_what_it_reads_and_close_lets_go(tape: TapeBackend) -> N
         made.append(weakref.ref(product))
         out.copy_(product)
 
-    capture = record(tape, lambda: step(weight))
+    capture = record(tape, functools.partial(step, weight))
     assert isinstance(capture, TapeStep)
     assert any(tensor is weight for tensor in capture.external.values())
     assert not any(tensor is made[0]() for tensor in capture.external.values())
     assert capture.device_bytes == 8
     del weight
-    # The step's closure is gone with the call above; only the capture knows the weight.
+    # The step is gone with the call above; only the capture knows the weight.
     replay(tape, capture)
     assert alive() is not None and made[0]() is not None
     assert out.tolist() == [3, 3]
