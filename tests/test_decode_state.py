@@ -380,11 +380,12 @@ class Requests(RuleBasedStateMachine):
             with refused(self.runtime, BlocksExhausted):
                 self.runtime.checkpoint(slot)
             return
-        room = self.room()
+        store = self.runtime.state.blocks
+        free = store and store.free_blocks
         checkpoint = self.runtime.checkpoint(slot)
         if to_host:
             assert checkpoint.to_host() is checkpoint
-            assert self.room() == room and not checkpoint.held
+            assert (store and store.free_blocks) == free, "blocks were not given up"
         self.saved.append((checkpoint, story.copy()))
 
     @precondition(lambda self: self.saved)
