@@ -27,12 +27,6 @@ PROMPTS = [[5, 9, 33, 2, 7], [44], [17, 3, 3, 8, 21, 50, 6, 1], [12, 60], [4, 4,
 BUCKETS = [1, 2, 3, 8, 17, 64]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_few_threads: None) -> None:
-    """Steps this small are not worth sharing between threads, which wait for one another."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -48,12 +48,6 @@ def _ladder(kind: str, ceiling: int) -> Ladder:
     return Ladder.powers_of_two(ceiling) if kind == "powers" else Ladder([ceiling])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_few_threads: None) -> None:
-    """Steps this small are not worth sharing between threads, which wait for one another."""
-    torch.set_num_threads(1)
-
-
 class Requests(RuleBasedStateMachine):
     """A runtime on the tape, and beside it each request's story."""
 

@@ -27,12 +27,6 @@ CHATS = [
 PLAIN = ("Once", 16)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_few_threads: None) -> None:
-    """Fewer surprises on a machine that is shared; the weights do not fit a cache anyway."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
