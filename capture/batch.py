@@ -50,5 +50,6 @@ class StepBatch:
         source = self._sources[step % SOURCES]
         count = len(slots)
         source.view[:count] = array("i", slots)
-        source.view[count : bucket.rows] = self._padding[count : bucket.rows]
+        if count < bucket.rows:
+            source.view[count : bucket.rows] = self._padding[count : bucket.rows]
         source.send(bucket.rows)
