@@ -82,6 +82,9 @@ class Checkpoint:
         if source is not None:
             for index, block in enumerate(store.blocks_of(row)[: len(source)]):
                 store.pool.arena[block].copy_(source[index])
+            if source.is_cuda:
+                # The other store may reuse its blocks as soon as they are released.
+                torch.cuda.current_stream(source.device).synchronize()
 
     def copy_row(self, target: Tensor) -> None:
         """Copy the slot's row to `target` [row_stride_bytes], on the current stream."""
