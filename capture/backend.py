@@ -7,16 +7,18 @@ numbers taken from Python are fixed; recording leaves all state as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import CaptureError, UnsupportedDriver
+from .source import line_of_error
 
-__all__ = ["Backend", "CapturedStep", "HostBuffer", "choose_backend"]
+__all__ = ["Backend", "CapturedStep", "HostBuffer", "choose_backend", "recording"]
 
 
 class CapturedStep(Protocol):
@@ -99,6 +101,30 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of the stream and of memory kept for recordings."""
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Around the recording of a step: the collector rests, and what the step raises gets its line.
+
+    Raises:
+        CaptureError: for whatever the step raises, with the user's line.
+    """
+    collecting = gc.isenabled()
+    # No finalizer of some collected cycle may run inside a capture.
+    gc.disable()
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the step raised {type(error).__name__} during capture: {error}",
+            source=line_of_error(error),
+        ) from error
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def choose_backend(name: str, device: torch.device) -> Backend:

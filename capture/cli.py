@@ -26,7 +26,7 @@ from .report import MIB, bucket_table
 from .result import StepResult
 from .runtime import DecodeRuntime
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "silence_libraries"]
 
 app = typer.Typer(
     add_completion=False,
@@ -95,7 +95,7 @@ def generate(
     """Answer prompts, all in one batch, from captured steps."""
     prompts = _read_prompts(prompt, prompts_file)
     quiet = as_json or not messages.is_terminal
-    _silence_libraries()
+    silence_libraries()
     from graphcache.models import load_model
 
     started = time.perf_counter()
@@ -292,7 +292,7 @@ def _finding_table(findings: list[Finding]) -> Table:
     return table
 
 
-def _silence_libraries() -> None:
+def silence_libraries() -> None:
     """Progress and advice of the loaders is not part of the answer."""
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -6,7 +6,6 @@ through cuda-python: torch's own `replay()` does more on the host than the launc
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CaptureError, DeviceLost, UnsupportedDriver
+from .backend import recording
+from .errors import DeviceLost, UnsupportedDriver
 from .host_view import host_view
 from .lint import Lint
-from .source import line_of_error
 from .watch import StepWatch
 
 __all__ = ["CudaGraphBackend", "CudaGraphStep"]
@@ -168,23 +167,10 @@ class CudaGraphBackend:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         watch = StepWatch(preserve=False)
         free_before = torch.cuda.mem_get_info(self._device)[0]
-        collecting = gc.isenabled()
-        # No finalizer of some collected cycle may run inside a capture.
-        gc.disable()
-        try:
+        with recording():
             with torch.no_grad(), self.context():
                 self._record(graph, step, watch)
             graph.instantiate()
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"the step raised {type(error).__name__} during capture: {error}",
-                source=line_of_error(error),
-            ) from error
-        finally:
-            if collecting:
-                gc.enable()
         taken = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
         captured = CudaGraphStep(graph, self._driver_stream, watch.external, taken)
         self._steps.append(captured)

@@ -8,9 +8,8 @@ freezes wrongly too, and a test without a GPU can see it.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from .errors import CaptureError, DeviceLost
+from .backend import recording
+from .errors import DeviceLost
 from .host_view import host_view
 from .lint import Lint
-from .source import line_of_error
 from .watch import StepWatch, storage_key, tensors_in
 
 __all__ = ["TapeBackend", "TapeStep"]
@@ -142,17 +141,10 @@ class TapeBackend:
     def capture(self, step: Callable[[], None]) -> TapeStep:
         recorder = _Recorder()
         watch = StepWatch(preserve=True)
-        with _collector_off(), torch.no_grad():
+        with recording(), torch.no_grad():
             try:
                 with watch, recorder, Lint():
                     step()
-            except CaptureError:
-                raise
-            except Exception as error:
-                raise CaptureError(
-                    f"the step raised {type(error).__name__} during capture: {error}",
-                    source=line_of_error(error),
-                ) from error
             finally:
                 watch.restore()
             for tensor in recorder.made:
@@ -178,15 +170,3 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(float("nan"))
     elif tensor.dtype != torch.bool:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """No finalizer of some collected cycle may run inside a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import graphcache
-from capture.cli import _silence_libraries
+from capture.cli import silence_libraries
 
 from .gates import Gate, step_gates
 from .ratios import Ratio, append_ratios, step_ratios
@@ -38,7 +38,7 @@ def main(
             "No CUDA GPU: every ratio compares with a CUDA graph's launch, so nothing was measured."
         )
         raise typer.Exit(0)
-    _silence_libraries()
+    silence_libraries()
     started = time.perf_counter()
     model = smollm2_shape("cuda")
     ratios: list[Ratio] = list(append_ratios())
