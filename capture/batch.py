@@ -48,8 +48,8 @@ class StepBatch:
     def send(self, slots: Sequence[int], bucket: Bucket, step: int) -> None:
         """Fill the bucket's inputs for `step`: one asynchronous copy."""
         source = self._sources[step % SOURCES]
-        count = len(slots)
-        source.view[:count] = array("i", slots)
-        if count < bucket.rows:
-            source.view[count : bucket.rows] = self._padding[count : bucket.rows]
-        source.send(bucket.rows)
+        view, rows, count = source.view, bucket.rows, len(slots)
+        view[:count] = array("i", slots)
+        if count < rows:
+            view[count:rows] = self._padding[count:rows]
+        source.send(rows)

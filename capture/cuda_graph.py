@@ -38,7 +38,7 @@ class _Stream:
             ) from error
         self.driver: Any = driver
         self.handle = driver.CUstream(stream.cuda_stream)
-        self._success = driver.CUresult.CUDA_SUCCESS
+        self.success = driver.CUresult.CUDA_SUCCESS
         self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._context = self.call(driver.cuCtxGetCurrent)[0]
 
@@ -61,7 +61,7 @@ class _Stream:
         if results[0] == self._no_context:
             self.driver.cuCtxSetCurrent(self._context)
             results = function(*arguments)
-        if results[0] != self._success:
+        if results[0] != self.success:
             _, text = self.driver.cuGetErrorString(results[0])
             name = text.decode() if isinstance(text, bytes) else str(text)
             raise DeviceLost(
@@ -73,7 +73,7 @@ class _Stream:
     def launcher(self, graph_exec: Any) -> Callable[[], None]:
         """A function that launches a graph, with as little between as Python allows."""
         launch = self.driver.cuGraphLaunch
-        success = self._success
+        success = self.success
         handle = self.handle
 
         def replay() -> None:
@@ -123,10 +123,14 @@ class _PinnedBuffer:
         self._copy = stream.driver.cuMemcpyHtoDAsync
         self._to = stream.driver.CUdeviceptr(target.data_ptr())
         self._from = self._source.data_ptr()
+        self._itemsize = self._source.itemsize
 
     def send(self, count: int) -> None:
-        size = count * self._source.itemsize
-        self._stream.call(self._copy, self._to, self._from, size, self._stream.handle)
+        stream = self._stream
+        arguments = (self._to, self._from, count * self._itemsize, stream.handle)
+        results = self._copy(*arguments)
+        if results[0] != stream.success:
+            stream.checked(results, self._copy, arguments)
 
 
 class CudaGraphBackend:

@@ -151,6 +151,8 @@ class DecodeRuntime:
             _Named(model, self.state, self._inputs),
         )  # fmt: skip
         self._buckets = self._captures.buckets
+        # Which bucket serves so many slots, as far as it has been asked for.
+        self._serving: dict[int, BucketStep] = {}
         self.report: CaptureReport | None = None
 
         # The batch last sent: to compare with, and to hand out.
@@ -281,23 +283,17 @@ class DecodeRuntime:
     def _prepare(self, asked: list[int], number: int, eager: bool) -> None:
         """Validate a new batch and send its rows."""
         self._check_usable()
-        key = self.ladder.bucket_for(len(asked), self.ladder.q_len)
-        if isinstance(key, Refusal):
-            self.counters.refusals[key.reason] += 1
-            raise BatchTooLarge(
-                f"{key}; step fewer slots at a time, or make the runtime with a larger ladder"
-            )
+        bucket = self._serving.get(len(asked)) or self._look_up(len(asked))
         rows = self.state.slots.rows_to_step(asked)
         if len(set(rows)) != len(rows):
             twice = next(handle for handle in asked if asked.count(handle) > 1)
             raise DuplicateSlot(f"slot {twice} is asked for more than once in one step")
-        bucket = self._buckets[key]
         if bucket.captured is None and not eager:
             raise NotCaptured(_NOT_CAPTURED)
         if self._listening:
             self._ranges.open(bucket.prepare)
         try:
-            self._inputs.send(rows, key, number)
+            self._inputs.send(rows, bucket.key, number)
         except DeviceLost as error:
             self._lose(error)
             raise
@@ -308,6 +304,16 @@ class DecodeRuntime:
         self._asked = asked.copy()
         self._asked_slots = tuple(asked)
         self._bucket, self._asked_epoch = bucket, self._epoch
+
+    def _look_up(self, count: int) -> BucketStep:
+        key = self.ladder.bucket_for(count, self.ladder.q_len)
+        if isinstance(key, Refusal):
+            self.counters.refusals[key.reason] += 1
+            raise BatchTooLarge(
+                f"{key}; step fewer slots at a time, or make the runtime with a larger ladder"
+            )
+        bucket = self._serving[count] = self._buckets[key]
+        return bucket
 
     def collect(self, result: StepResult, timeout: float | None) -> tuple[list[int], list[int]]:
         """For `StepResult.tokens`: wait for a step and read what it gave."""

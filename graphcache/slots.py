@@ -177,7 +177,7 @@ class SlotManager:
         steppable = self._steppable
         try:
             rows = [handle & ROW_MASK for handle in handles]
-            if [steppable[row] for row in rows] == handles:
+            if list(map(steppable.__getitem__, rows)) == handles:
                 return rows
         except (TypeError, IndexError):
             pass
