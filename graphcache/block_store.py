@@ -1,6 +1,7 @@
-"""Full-attention K and V, in blocks that grow with a request and can be shared between requests.
+"""State that grows with a request, in blocks that can be shared between requests.
 
-A block holds `block_tokens` tokens of every layer. A slot's blocks stand in its row of the block
+That is K and V of full attention, and compressed entries. A block holds what belongs to
+`block_tokens` tokens of every such layer. A slot's blocks stand in its row of the block
 table, `[max_requests + 1, width]` on the device, whose width never changes. All blocks that a
 request may come to need are reserved when it is admitted, so a running step never lacks one and in
 steady state no table changes. Blocks shared by a fork are full and never written; whoever would
@@ -10,14 +11,13 @@ write into one gets a copy first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from .errors import BlocksExhausted, SchemaError
 from .pool import Field, StatePool
-from .schema import KVLayerSchema
 from .slots import StepClock
 from .uploads import Uploads
 
@@ -25,10 +25,10 @@ __all__ = ["BlockStore"]
 
 
 class BlockStore:
-    """Blocks of K and V for the layers given, their tables, and who uses which block.
+    """Blocks of the fields given, their tables, and who uses which block.
 
     Args:
-        schemas: by layer; each with `window=None`.
+        fields: what a block holds, of all layers; see `layout.block_fields`.
         max_requests: slots; row `max_requests` of the table is scratch's.
         max_context: most tokens of a slot; fixes the table's width.
         block_tokens: tokens in a block.
@@ -39,15 +39,14 @@ class BlockStore:
         uploads: carries table rows to the device.
 
     Attributes:
-        pool: a row for each block, with fields `layer{i}.k` and `layer{i}.v` of
-            [kv_heads, block_tokens, head_dim].
+        pool: a row for each block.
         table: [max_requests + 1, width] int32 block ids; the scratch block where none is reserved.
         block_tokens, num_blocks: as given.
     """
 
     def __init__(
         self,
-        schemas: Mapping[int, KVLayerSchema],
+        fields: Iterable[Field],
         *,
         max_requests: int,
         max_context: int,
@@ -66,15 +65,7 @@ class BlockStore:
             raise SchemaError(f"the number of blocks must be at least 1, got {num_blocks}")
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
-        self.pool = StatePool(
-            (
-                Field(f"layer{index}.{name}", (schema.kv_heads, block_tokens, dim), schema.dtype)
-                for index, schema in schemas.items()
-                for name, dim in (("k", schema.k_head_dim), ("v", schema.v_head_dim))
-            ),
-            num_blocks,
-            device,
-        )
+        self.pool = StatePool(fields, num_blocks, device)
         self.table = torch.full(
             (max_requests + 1, width), num_blocks, dtype=torch.int32, device=device
         )
@@ -107,7 +98,7 @@ class BlockStore:
             self._set_table(row, owned + self._take(missing))
 
     def fork(self, source: int, target: int, length: int, tokens: int) -> None:
-        """Give slot `target` the K and V of `source`, and blocks of its own to go on with.
+        """Give slot `target` what blocks hold of `source`, and blocks of its own to go on with.
 
         Full blocks are shared, the partly filled one is copied on the current stream.
 

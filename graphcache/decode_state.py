@@ -1,9 +1,10 @@
 """All that requests own, in all layers, at fixed addresses: what a step reads and writes.
 
 A request's window rings, scalars, token history and sampling parameters are one row of one arena
-(`StatePool`); full-attention K and V lie in blocks outside it (`BlockStore`), as they grow with
-length. The host decides who is admitted; how long a request is, its next token and whether it has
-finished are kept on the device only, where steps read and write them.
+(`StatePool`); full-attention K and V and compressed entries lie in blocks outside it
+(`BlockStore`), as they grow with length. The host decides who is admitted; how long a request is,
+its next token and whether it has finished are kept on the device only, where steps read and write
+them.
 
 Device work of every method is in the order of the current stream.
 """
@@ -24,7 +25,7 @@ from .checkpoint import Checkpoint
 from .control import Control, Lengths
 from .errors import ContextFull, InvalidRequest, LayoutMismatch, SchemaError
 from .finish import FinishReason
-from .layout import LayerSchema, derived_modulus, in_blocks, make_layers, slot_fields
+from .layout import LayerSchema, block_fields, derived_modulus, make_layers, slot_fields
 from .ops.advance import advance
 from .ops.begin_step import begin_step
 from .ops.sample import sample
@@ -64,14 +65,15 @@ class DecodeState:
         vocab_size: token ids lie below it.
         device: of all state.
         fields: what a model keeps by slot besides; set by `open(fields=)`, else at its initial.
-        block_tokens: tokens in a block of K and V.
-        kv_blocks: blocks of K and V; None for as many as `max_requests` full contexts take.
+        block_tokens: tokens in a block; with compressed entries a multiple of every compression.
+        kv_blocks: blocks; None for as many as `max_requests` full contexts take.
         stop_tokens: ids that end an answer unless a request names its own.
         clock: of the steps that run on this state.
 
     Attributes:
         pool: the arena; `pool[name]` is a field by slot.
-        blocks: K and V of the layers without a window; None where there are none.
+        blocks: K and V of the layers without a window, and compressed entries; None where there
+            are none.
         layers: by index, what a layer's attention calls.
         slots: who has which row.
         len, high, floor, done, limit: [S1] int32, see the glossary in the README.
@@ -469,11 +471,13 @@ class DecodeState:
     # --- private ---------------------------------------------------------------------------------
 
     def _make_blocks(self, block_tokens: int, kv_blocks: int | None) -> BlockStore | None:
-        schemas = in_blocks(self.schemas)
-        if not schemas:
+        if block_tokens < 1:
+            raise SchemaError(f"block_tokens must be at least 1, got {block_tokens}")
+        fields = block_fields(self.schemas, block_tokens)
+        if not fields:
             return None
         return BlockStore(
-            schemas,
+            fields,
             max_requests=self.max_requests,
             max_context=self.max_context,
             block_tokens=block_tokens,

@@ -10,29 +10,43 @@ from torch import Tensor
 
 from .block_store import BlockStore
 from .control import control_fields
+from .entry_layer import EntryLayer
 from .kv_layer import KVLayer
 from .pool import Field, StatePool
 from .schema import KVLayerSchema, LayerCacheSchema
 from .state_cache import StateCachePool
 
-__all__ = ["Layer", "LayerSchema", "derived_modulus", "in_blocks", "make_layers", "slot_fields"]
+__all__ = ["Layer", "LayerSchema", "block_fields", "derived_modulus", "make_layers", "slot_fields"]
 
 LayerSchema: TypeAlias = KVLayerSchema | LayerCacheSchema
-Layer: TypeAlias = KVLayer | StateCachePool
+Layer: TypeAlias = KVLayer | EntryLayer
 
 
 def derived_modulus(schemas: Sequence[LayerSchema]) -> list[int]:
-    """Rows of each ring whose next row is kept as a scalar, in the order of the layers."""
-    return [schema.swa_rows for schema in schemas if isinstance(schema, LayerCacheSchema)]
+    """What each scalar that follows from the length is modulo, in the order of the layers."""
+    return [
+        modulus
+        for schema in schemas
+        if isinstance(schema, LayerCacheSchema)
+        for modulus in StateCachePool.moduli(schema)
+    ]
 
 
-def in_blocks(schemas: Sequence[LayerSchema]) -> dict[int, KVLayerSchema]:
-    """The layers that keep every token, by index."""
-    return {
-        index: schema
-        for index, schema in enumerate(schemas)
-        if isinstance(schema, KVLayerSchema) and schema.window is None
-    }
+def block_fields(schemas: Sequence[LayerSchema], block_tokens: int) -> list[Field]:
+    """What a block of `block_tokens` tokens holds of the layers that grow with length.
+
+    Raises:
+        SchemaError: when a block would not hold whole compressed entries.
+    """
+    fields: list[Field] = []
+    for index, schema in enumerate(schemas):
+        if isinstance(schema, LayerCacheSchema):
+            fields.extend(EntryLayer.block_fields(schema, f"layer{index}.", block_tokens))
+        elif schema.window is None:
+            for name, dim in (("k", schema.k_head_dim), ("v", schema.v_head_dim)):
+                shape = (schema.kv_heads, block_tokens, dim)
+                fields.append(Field(f"layer{index}.{name}", shape, schema.dtype))
+    return fields
 
 
 def slot_fields(
@@ -43,7 +57,7 @@ def slot_fields(
     fields.extend(model_fields)
     for index, schema in enumerate(schemas):
         if isinstance(schema, LayerCacheSchema):
-            fields.extend(StateCachePool.fields(schema, f"layer{index}.", head=False))
+            fields.extend(StateCachePool.fields(schema, f"layer{index}.", heads=False))
         elif schema.window is not None:
             rows = schema.ring_rows(max_context)
             for name, dim in (("k", schema.k_head_dim), ("v", schema.v_head_dim)):
@@ -64,7 +78,7 @@ def make_layers(
     Args:
         schemas: of the layers.
         pool: laid out with `slot_fields`.
-        blocks: of the layers that keep every token.
+        blocks: of the layers that grow with length.
         derived: [S1, n] int32, the scalars of `derived_modulus`.
     """
     layers: list[Layer] = []
@@ -73,11 +87,11 @@ def make_layers(
         prefix = f"layer{index}."
         if isinstance(schema, LayerCacheSchema):
             assert derived is not None
-            head = derived[:, column]
-            column += 1
-            layers.append(
-                StateCachePool(schema, pool.rows, pool=pool, prefix=prefix, swa_head=head)
-            )
+            count = len(StateCachePool.moduli(schema))
+            heads = derived[:, column : column + count]
+            column += count
+            cache = StateCachePool(schema, pool.rows, pool=pool, prefix=prefix, heads=heads)
+            layers.append(EntryLayer(schema, cache, blocks, prefix))
         elif schema.window is not None:
             layers.append(KVLayer(schema, pool[f"{prefix}k"], pool[f"{prefix}v"], None))
         else:

@@ -13,8 +13,9 @@ from enum import Enum
 import torch
 
 from .errors import SchemaError
+from .rows import Row, RowFormat, row_of
 
-__all__ = ["AttentionType", "KVLayerSchema", "LayerCacheSchema", "ring_rows"]
+__all__ = ["AttentionType", "IndexerSchema", "KVLayerSchema", "LayerCacheSchema", "ring_rows"]
 
 
 class AttentionType(Enum):
@@ -55,18 +56,57 @@ def _check_promise(step_width: int, rewind: int) -> None:
 
 
 @dataclass(frozen=True)
+class IndexerSchema:
+    """What selects a CSA layer's entries: index keys with a compressor of their own.
+
+    Args:
+        heads: of index queries.
+        head_dim: width of an index key, its rotated part included; a multiple of 16.
+        top_k: most entries that a token attends to.
+        row_format: of the keys; `FP8` quantises all dims, the rotated ones too.
+
+    Raises:
+        SchemaError: when the keys can't be laid out.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    row_format: RowFormat = RowFormat.FP8
+
+    def __post_init__(self) -> None:
+        _require(self.heads >= 1, f"an indexer needs at least 1 head, got {self.heads}")
+        _require(self.top_k >= 1, f"top_k must be at least 1, got {self.top_k}")
+        _require(
+            self.head_dim >= 16 and self.head_dim % 16 == 0,
+            f"an index key's head_dim must be a multiple of 16, got {self.head_dim}",
+        )
+        _require(
+            self.row_format is not RowFormat.MODEL1,
+            "index keys are kept as FP8, BF16 or FP32; MODEL1 is a row of attention entries",
+        )
+
+    @property
+    def row(self) -> Row:
+        """How a key is kept."""
+        return row_of(self.row_format, self.head_dim, 0)
+
+
+@dataclass(frozen=True)
 class LayerCacheSchema:
-    """A layer whose K and V are one entry: sliding window in FP8, plus an uncompressed tail.
+    """A layer whose K and V are one entry: a sliding window, plus an uncompressed tail.
 
     Args:
         attn_type: `SWA`, `CSA` or `HCA`.
         swa_window_size: tokens in the window (W).
         entry_head_dim: width of an entry (d), its rotated part included.
-        rope_dim: the last dims of an entry, kept in bf16 after rotation (r).
+        rope_dim: the last dims of an entry, which are rotated (r).
         compression: tokens in a compressed entry (m); 0 for a layer of window only.
         step_width: most tokens of one slot in one step (q).
         rewind: how far back a slot can always be rewound (k).
         tail_dtype: of the tail's rows.
+        row_format: of the window's rows and of compressed entries.
+        indexer: what selects a CSA layer's entries; None where tokens attend to all of them.
 
     Raises:
         SchemaError: when the layer can't be laid out.
@@ -80,6 +120,8 @@ class LayerCacheSchema:
     step_width: int = 1
     rewind: int = 0
     tail_dtype: torch.dtype = torch.float32
+    row_format: RowFormat = RowFormat.FP8
+    indexer: IndexerSchema | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -98,7 +140,8 @@ class LayerCacheSchema:
         )
         _require(
             (self.entry_head_dim - self.rope_dim) % 16 == 0 and self.rope_dim % 8 == 0,
-            "the FP8 part (entry_head_dim - rope_dim) must be a multiple of 16 and rope_dim of 8, "
+            "the part without position (entry_head_dim - rope_dim) must be a multiple of 16 and "
+            "rope_dim of 8, "
             f"got {self.entry_head_dim - self.rope_dim} and {self.rope_dim}",
         )
         _check_promise(self.step_width, self.rewind)
@@ -116,6 +159,21 @@ class LayerCacheSchema:
                 self.compression >= 1,
                 f"a {self.attn_type.name} layer needs compression >= 1, got {self.compression}",
             )
+        if self.indexer is not None:
+            _require(
+                self.attn_type is AttentionType.CSA,
+                f"a {self.attn_type.name} layer selects nothing: only CSA has an indexer",
+            )
+            _require(
+                self.indexer.head_dim >= self.rope_dim,
+                f"index keys of {self.indexer.head_dim} dims can't rotate {self.rope_dim} of them",
+            )
+        row_of(self.row_format, self.entry_head_dim, self.rope_dim)
+
+    @property
+    def row(self) -> Row:
+        """How an entry is kept, in the window and compressed."""
+        return row_of(self.row_format, self.entry_head_dim, self.rope_dim)
 
     @property
     def swa_rows(self) -> int:

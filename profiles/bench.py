@@ -1,4 +1,7 @@
-"""`python -m profiles.bench`: ratios and gates on this machine's GPU, as a table and as JSON."""
+"""`python -m profiles.bench`: ratios and gates on this machine's GPU, as tables and as JSON.
+
+Without a command it measures a whole decode step; `dsv4` measures DeepSeek-V4's layers.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,23 @@ from .subjects import CONTEXT, smollm2_shape
 
 BATCHES = (1, 8, 64)
 
+CONTEXTS = (4096, 65536, 1048576)
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+Output = Annotated[Path | None, typer.Option(help="Write JSON here too.")]
 
-@app.command()
+
+@app.callback(invoke_without_command=True)
 def main(
-    output: Annotated[Path | None, typer.Option(help="Write JSON here too.")] = None,
+    command: typer.Context,
+    output: Output = None,
     quick: Annotated[bool, typer.Option(help="Batch 8 only.")] = False,
 ) -> None:
     """Measure R1, R1b, R3, R6, R12 and the gates on a decoder of SmolLM2-135M's shape."""
-    console = Console(width=118)
-    if not torch.cuda.is_available():
-        console.print(
-            "No CUDA GPU: every ratio compares with a CUDA graph's launch, so nothing was measured."
-        )
-        raise typer.Exit(0)
-    silence_libraries()
+    console = _need_gpu()
+    if command.invoked_subcommand is not None:
+        return
     started = time.perf_counter()
     model = smollm2_shape("cuda")
     ratios: list[Ratio] = list(append_ratios())
@@ -55,10 +59,63 @@ def main(
     }
     console.print(_ratio_table(ratios))
     console.print(_gate_table(gates))
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        console.print(f"written to {output}")
+    _write(results, output, console)
+
+
+@app.command()
+def dsv4(
+    output: Output = None,
+    quick: Annotated[bool, typer.Option(help="Batch 8, 4096 tokens of context.")] = False,
+    layers: Annotated[int, typer.Option(help="Of the stack, from the first on.")] = 43,
+) -> None:
+    """Measure R6, rooflines and the whole stack of attention at DeepSeek-V4-Flash's dims."""
+    from .entry_ratios import entry_rooflines, entry_update_ratios, measured_ceilings
+    from .entry_stack import stack_times
+
+    console = _need_gpu()
+    started = time.perf_counter()
+    batches, contexts = ((8,), CONTEXTS[:1]) if quick else (BATCHES, CONTEXTS)
+    ceilings = measured_ceilings()
+    ratios = list(entry_update_ratios())
+    rooflines = list(entry_rooflines(contexts, batches, ceilings))
+    stacks = list(stack_times(layers, contexts, batches))
+    console.print(
+        f"measured: {ceilings[0] / 1e12:.2f} TB/s read plus write, "
+        f"{ceilings[1] / 1e12:.0f} TFLOP/s bf16"
+    )
+    console.print(_ratio_table(ratios))
+    console.print(_roofline_table(rooflines))
+    console.print(_stack_table(stacks))
+    results = {
+        "machine": describe_machine(),
+        "subject": "DeepSeek-V4-Flash's attention, random bf16 weights and random state",
+        "seconds": round(time.perf_counter() - started, 1),
+        "bytes_a_second": ceilings[0],
+        "bf16_operations_a_second": ceilings[1],
+        "ratios": [ratio.as_json() for ratio in ratios],
+        "rooflines": [roofline.as_json() for roofline in rooflines],
+        "stacks": [stack.as_json() for stack in stacks],
+    }
+    _write(results, output, console)
+
+
+def _need_gpu() -> Console:
+    console = Console(width=118)
+    if not torch.cuda.is_available():
+        console.print(
+            "No CUDA GPU: every ratio compares with a CUDA graph's launch, so nothing was measured."
+        )
+        raise typer.Exit(0)
+    silence_libraries()
+    return console
+
+
+def _write(results: dict[str, Any], output: Path | None, console: Console) -> None:
+    if output is None:
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    console.print(f"written to {output}")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -103,9 +160,45 @@ def _ratio_table(ratios: list[Ratio]) -> Table:
             f"{ratio.subject_us:.2f} ({ratio.subject_p99_us:.1f})",
             f"{ratio.floor_us:.2f} ({ratio.floor_p99_us:.1f})",
             f"{ratio.value:.3f}",
-            f"{ratio.goal:.2f}",
-            "ok" if ratio.value <= ratio.goal else "over",
+            f"{ratio.goal:.2f}" if ratio.goal else "",
+            ("ok" if ratio.value <= ratio.goal else "over") if ratio.goal else "",
         )
+    return table
+
+
+def _roofline_table(rooflines: list[Any]) -> Table:
+    table = Table(title="by the roofline, medians of one run (p99 in brackets)")
+    table.title_justify = "left"
+    for heading in ("what", "batch", "context", "us", "least us", "share", "goal", ""):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    for roofline in rooflines:
+        table.add_row(
+            roofline.what,
+            str(roofline.batch),
+            str(roofline.context),
+            f"{roofline.us:.2f} ({roofline.p99_us:.1f})",
+            f"{roofline.least_us:.2f}",
+            f"{roofline.share:.2f}",
+            f"{roofline.goal:.2f}" if roofline.goal else "",
+            ("ok" if roofline.share >= roofline.goal else "under") if roofline.goal else "",
+        )
+    return table
+
+
+def _stack_table(stacks: list[Any]) -> Table:
+    table = Table(title="one step of the whole stack of attention, us", title_justify="left")
+    headings = ("batch", "context", "layers", "nodes", "ours", "plain torch", "by ours",
+                "transformers", "by ours", "MiB a slot")  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for stack in stacks:
+        peers = []
+        for us in (stack.torch_us, stack.modules_us):
+            peers += [f"{us:.0f}", f"{us / stack.ours_us:.1f}"] if us else ["", ""]
+        table.add_row(
+            str(stack.batch), str(stack.context), str(stack.layers), str(stack.nodes),
+            f"{stack.ours_us:.0f}", *peers, f"{stack.state_bytes / stack.batch / 2**20:.1f}",
+        )  # fmt: skip
     return table
 
 

@@ -11,14 +11,15 @@ import torch
 
 from capture import DecodeRuntime
 from graphcache.ops._triton import jit, tl
+from graphcache.ops.absorb import WindowParts, absorb
 from graphcache.ops.kv_append import kv_append
-from graphcache.ops.window_append import window_append
 from graphcache.pool import Field, StatePool
+from graphcache.rows import Fp8TokenRow
 
 from .subjects import CONTEXT, RawTwin, make_runtime
 from .timing import Sample, alternate, graph_node_us
 
-__all__ = ["Ratio", "append_ratios", "step_ratios"]
+__all__ = ["Ratio", "append_ratios", "line_nodes", "step_ratios"]
 
 COUNT = 300
 PERIOD_STEPS = 300
@@ -191,7 +192,7 @@ def append_ratios() -> Iterator[Ratio]:
     device = torch.device("cuda")
     slots = torch.randperm(ROWS, dtype=torch.int32, device=device)
     positions = torch.randint(0, CONTEXT, (ROWS,), dtype=torch.int32, device=device)
-    line = _line_nodes(device)
+    line = line_nodes(ROWS, 1)
     for what, nodes in (
         ("K/V append, 3 heads of 64 in bf16", _kv_nodes(slots, positions, device)),
         ("FP8 window append, 448 + 64", _window_nodes(slots, positions, device)),
@@ -204,15 +205,17 @@ def append_ratios() -> Iterator[Ratio]:
         )  # fmt: skip
 
 
-def _line_nodes(device: torch.device) -> Any:
+def line_nodes(programs: int, warps: int) -> Any:
+    """Nodes of the line kernel, on as many programs as the subject has."""
     width = 64
     # As far apart as rows of state are, and more of them than the L2 cache holds.
-    source = torch.zeros((NODES, ROWS, 4096), dtype=torch.bfloat16, device=device)
+    source = torch.zeros((NODES, programs, 4096), dtype=torch.bfloat16, device="cuda")
     target = torch.zeros_like(source)
 
     def nodes() -> int:
         for index in range(NODES):
-            _line_kernel[(ROWS,)](source[index], target[index], 4096, WIDTH=width, num_warps=1)
+            grid = (programs,)
+            _line_kernel[grid](source[index], target[index], 4096, WIDTH=width, num_warps=warps)
         return NODES
 
     return nodes
@@ -246,24 +249,26 @@ def _kv_nodes(slots: torch.Tensor, positions: torch.Tensor, device: torch.device
 
 def _window_nodes(slots: torch.Tensor, positions: torch.Tensor, device: torch.device) -> Any:
     layers, window, dim, rope = 60, 128, 512, 64
-    fields = []
-    for index in range(layers):
-        fields += [
-            Field(f"{index}.fp8", (window, dim - rope), torch.uint8),
-            Field(f"{index}.rope", (window, rope), torch.bfloat16),
-            Field(f"{index}.inv", (window,), torch.float32),
+    row = Fp8TokenRow(dim, rope)
+    fields = [
+        field
+        for index in range(layers)
+        for field in (
+            *row.fields(f"{index}", window),
             Field(f"{index}.pos", (window,), torch.int32),
-        ]
+        )
+    ]
     pool = StatePool(fields, ROWS, device)
+    windows = [
+        WindowParts(row.view(pool, f"{index}", window), pool[f"{index}.pos"])
+        for index in range(layers)
+    ]
     entries = torch.randn((layers, ROWS, dim), dtype=torch.bfloat16, device=device)
 
     def nodes() -> int:
         for index in range(NODES):
             layer = index % layers
-            window_append(
-                entries[layer], pool[f"{layer}.fp8"], pool[f"{layer}.rope"], pool[f"{layer}.inv"],
-                pool[f"{layer}.pos"], slots, positions, 1,
-            )  # fmt: skip
+            absorb(entries[layer], windows[layer], slots, positions, 1)
         return NODES
 
     return nodes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphcache import AttentionType, Batch, LayerCacheSchema, StateCachePool
+from graphcache import AttentionType, Batch, LayerCacheSchema
+from graphcache.entry_layer import EntryLayer
 from graphcache.models import StepFunction
 from tests.toy import VOCAB
 
@@ -47,15 +48,15 @@ class EntryDecoder:
         """Write the batch's entries."""
         entries = self.embedding[batch.tokens.long()] + self.places[batch.positions.long()]
         layer = batch.state.layers[0]
-        assert isinstance(layer, StateCachePool)
-        layer.append(entries, batch.slots, batch.positions, batch.q_len)
+        assert isinstance(layer, EntryLayer)
+        layer.cache.append(entries, batch.slots, batch.positions, batch.q_len)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Logits [T, VOCAB]."""
         self.chunk(batch)
         layer = batch.state.layers[0]
-        assert isinstance(layer, StateCachePool)
-        entries, _ = layer.read_window(batch.slots, batch.positions)
+        assert isinstance(layer, EntryLayer)
+        entries, _ = layer.cache.read_window(batch.slots, batch.positions)
         return (entries * self.weights).sum(1) @ self.head.T
 
     def model(self) -> StepFunction:

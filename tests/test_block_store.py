@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphcache import BlockStore, KVLayerSchema
+from graphcache import BlockStore, Field
 from graphcache.errors import BlocksExhausted, SchemaError
 from graphcache.uploads import Uploads
 from tests.step_clock import HandClock
@@ -33,10 +33,12 @@ def make_store(
 ) -> tuple[BlockStore, HandClock]:
     clock = HandClock()
     store = BlockStore(
-        {
-            0: KVLayerSchema(1, 8, 16, dtype=torch.float32),
-            3: KVLayerSchema(2, 8, 8, dtype=torch.bfloat16),
-        },
+        [
+            Field("layer0.k", (1, block_tokens, 8), torch.float32),
+            Field("layer0.v", (1, block_tokens, 16), torch.float32),
+            Field("layer3.k", (2, block_tokens, 8), torch.bfloat16),
+            Field("layer3.v", (2, block_tokens, 8), torch.bfloat16),
+        ],
         max_requests=slots,
         max_context=context,
         block_tokens=block_tokens,
@@ -105,7 +107,16 @@ def test_layout() -> None:
 @pytest.mark.parametrize(("blocks", "block_tokens"), [(0, 4), (4, 0), (-1, 4), (4, -2)])
 def test_sizes_that_can_not_be(blocks: int, block_tokens: int) -> None:
     with pytest.raises(SchemaError, match="at least 1"):
-        make_store(blocks, block_tokens)
+        BlockStore(
+            [Field("k", (8,), torch.float32)],
+            max_requests=4,
+            max_context=22,
+            block_tokens=block_tokens,
+            num_blocks=blocks,
+            device="cpu",
+            clock=HandClock(),
+            uploads=Uploads(torch.device("cpu"), 1024),
+        )
 
 
 @pytest.mark.parametrize(

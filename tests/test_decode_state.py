@@ -737,7 +737,7 @@ def test_scalars_derived_from_the_length_follow_it(rewind: int) -> None:
         toy.model(), max_requests=4, max_context=40, backend="tape", nvtx=False, prefill_chunk=3
     )
     runtime.capture(progress=False)
-    layer: Any = runtime.state.layers[0]
+    layer: Any = runtime.state.layers[0].cache
     assert layer.rows == 5 + max(0, rewind - 1)
 
     def check(*slots: int) -> None:

@@ -469,7 +469,7 @@ def test_9_a_recycled_ring_starts_at_its_own_beginning(backend: str) -> None:
         runtime = DecodeRuntime(
             toy.model(), max_requests=2, max_context=64, backend=backend, nvtx=False
         )
-        layer: Any = runtime.state.layers[0]
+        layer: Any = runtime.state.layers[0].cache
         layer.swa_inv.fill_(float("nan"))
         layer.swa_rope.fill_(float("nan"))
         settle(runtime.state)
@@ -489,7 +489,7 @@ def test_9_a_recycled_ring_starts_at_its_own_beginning(backend: str) -> None:
         for _ in range(20):
             tokens += runtime.step([slot]).tokens()
             settle(runtime.state)
-            layer: Any = runtime.state.layers[0]
+            layer: Any = runtime.state.layers[0].cache
             row = runtime.state.slots.row_of(slot)
             heads.append(int(layer.swa_head[row]))
             assert heads[-1] == runtime.state.length_of(slot) % layer.rows
@@ -590,7 +590,7 @@ def test_10_a_copy_of_entries(backend: str) -> None:
         runtime.step([parent]).tokens()
     with runtime.checkpoint(parent) as checkpoint:
         copies = [runtime.fork(parent), runtime.restore(checkpoint)]
-    layer: Any = runtime.state.layers[0]
+    layer: Any = runtime.state.layers[0].cache
     for _ in range(9):
         tokens = runtime.step([parent, *copies]).tokens()
         assert tokens == [tokens[0]] * 3

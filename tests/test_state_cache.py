@@ -16,19 +16,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphcache.batch import PAD_SLOT
-from graphcache.errors import InvalidSlot, SchemaError, UnsupportedLayer
+from graphcache.errors import InvalidSlot, SchemaError
 from graphcache.pool import Field, StatePool
 from graphcache.rings import rewind_is_exact, rings_of
-from graphcache.schema import AttentionType, LayerCacheSchema
+from graphcache.rows import RowFormat
+from graphcache.schema import AttentionType, IndexerSchema, LayerCacheSchema
 from graphcache.state_cache import StateCachePool
+from tests.entry_oracle import Bf16, Fp8Token, Fp32, Model1
 from tests.window_oracle import Encoded, Memory, Request, encode
 
 WIDTH, ROPE_DIM = 24, 8
+TAILS = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
+INDEX_TAILS = tuple(f"index_{name}" for name in TAILS)
 CONTEXT = 10**6
 
 
 def _schema(window: int, q: int = 1, k: int = 0) -> LayerCacheSchema:
     return LayerCacheSchema(AttentionType.SWA, window, WIDTH, ROPE_DIM, step_width=q, rewind=k)
+
+
+def _compressed(attn_type: AttentionType, m: int, **options: object) -> LayerCacheSchema:
+    return LayerCacheSchema(attn_type, 8, WIDTH, ROPE_DIM, compression=m, **options)
 
 
 class OneRowShort(LayerCacheSchema):
@@ -459,13 +467,169 @@ def test_reset_slot_refuses_what_is_no_slot(slot: object) -> None:
     assert (cache.pool.arena == 17).all()
 
 
-@pytest.mark.parametrize("attn_type", [AttentionType.CSA, AttentionType.HCA])
-def test_compressed_layers_are_refused_by_name(attn_type: AttentionType) -> None:
-    schema = LayerCacheSchema(attn_type, 8, WIDTH, ROPE_DIM, compression=4)
-    with pytest.raises(UnsupportedLayer, match=f"{attn_type.name}.*later version"):
+def _tails(cache: StateCachePool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the tails that there are."""
+    rings = {name: getattr(cache, name) for name in TAILS + INDEX_TAILS}
+    return {name: (tuple(t.shape), t.dtype) for name, t in rings.items() if t is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tails_of_each_kind_of_layer(dtype: torch.dtype) -> None:
+    """HCA: the current stream; CSA: both, with rows for the block before; an indexer: as many."""
+    HCA, CSA = AttentionType.HCA, AttentionType.CSA
+    options = {"tail_dtype": dtype, "step_width": 2, "rewind": 3}
+    indexer = IndexerSchema(2, 16, 4)
+    hca, csa, selecting = (
         StateCachePool(schema, 3, "cpu")
-    with pytest.raises(UnsupportedLayer, match=attn_type.name):
-        StateCachePool.fields(schema)
+        for schema in (
+            _compressed(HCA, 6, **options),
+            _compressed(CSA, 4, **options),
+            _compressed(CSA, 4, indexer=indexer, **options),
+        )
+    )
+    hca_rows, csa_rows = 6 + 1 + 2, 8 + 1 + 2
+    assert _tails(hca) == dict.fromkeys(TAILS[:2], ((4, hca_rows, WIDTH), dtype))
+    assert _tails(csa) == dict.fromkeys(TAILS, ((4, csa_rows, WIDTH), dtype))
+    assert _tails(selecting) == _tails(csa) | dict.fromkeys(INDEX_TAILS, ((4, csa_rows, 16), dtype))
+    for cache in (hca, csa, selecting):
+        assert cache.tail_len.shape == (4,) and cache.tail_len.dtype == torch.int32
+        for name in [*_tails(cache), "tail_len"]:
+            assert not getattr(cache, name).any()
+
+
+def test_tails_are_float32_unless_asked_otherwise() -> None:
+    cache = StateCachePool(_compressed(AttentionType.HCA, 4), 3, "cpu")
+    assert cache.tail_ka.dtype == cache.tail_za.dtype == torch.float32
+
+
+def test_tails_come_as_the_parts_that_absorb_takes() -> None:
+    schema = _compressed(AttentionType.CSA, 4, indexer=IndexerSchema(2, 16, 4))
+    cache = StateCachePool(schema, 3, "cpu")
+    for parts, names in ((cache.tail, TAILS), (cache.index_tail, INDEX_TAILS)):
+        assert [part.data_ptr() for part in parts] == [
+            getattr(cache, name).data_ptr() for name in names
+        ]
+    hca = StateCachePool(_compressed(AttentionType.HCA, 4), 3, "cpu")
+    assert hca.tail.previous_values is None and hca.tail.previous_gates is None
+    assert hca.index_tail is None
+    swa = StateCachePool(_schema(8), 3, "cpu")
+    assert swa.tail is None and swa.index_tail is None
+    assert swa.window_parts.rows is swa.swa and swa.window_parts.positions is swa.swa_pos
+
+
+def test_reset_slot_ends_the_open_block_and_wipes_no_row() -> None:
+    cache = StateCachePool(_compressed(AttentionType.CSA, 4), 3, "cpu")
+    cache.pool.arena.fill_(5)
+    before = cache.pool.arena.clone()
+    cache.reset_slot(1)
+    assert cache.tail_len[1] == 0 and cache.swa_head[1] == 0 and (cache.swa_pos[1] == -1).all()
+    for name in ("tail_len", "swa_head", "swa_pos"):
+        cache.pool[name][1].fill_(0x05050505)
+    assert torch.equal(cache.pool.arena, before)
+
+
+@pytest.mark.parametrize(
+    ("attn_type", "m", "indexer", "tail_bytes"),
+    [
+        (AttentionType.HCA, 6, None, 6 * 2 * WIDTH * 4),
+        (AttentionType.CSA, 4, None, 8 * 4 * WIDTH * 4),
+        (AttentionType.CSA, 4, IndexerSchema(2, 16, 4), 8 * 4 * (WIDTH + 16) * 4),
+    ],
+)
+def test_memory_bytes_count_the_tails(attn_type, m, indexer, tail_bytes) -> None:
+    schema = _compressed(attn_type, m, indexer=indexer)
+    window = 8 * (WIDTH - ROPE_DIM + 2 * ROPE_DIM + 4 + 4)
+    assert StateCachePool(schema, 3, "cpu").memory_bytes() == 4 * (window + tail_bytes + 4 + 4)
+
+
+def test_moduli_are_of_head_and_tail_length() -> None:
+    assert StateCachePool.moduli(_schema(8, 2)) == (9,)
+    for attn_type in (AttentionType.CSA, AttentionType.HCA):
+        assert StateCachePool.moduli(_compressed(attn_type, 4, step_width=3)) == (10, 4)
+
+
+def test_set_length_sets_the_tail_length_too() -> None:
+    cache = StateCachePool(_compressed(AttentionType.CSA, 4, step_width=3), 3, "cpu")
+    cache.tail_len.fill_(77)
+    cache.swa_head.fill_(77)
+    cache.set_length(_ints([2, PAD_SLOT, 0]), _ints([23, 5, 8]))
+    assert cache.swa_head.tolist() == [8, 77, 3, 0]
+    assert cache.tail_len.tolist() == [0, 77, 3, 0]
+
+
+def test_append_leaves_the_tail_alone() -> None:
+    cache = StateCachePool(_compressed(AttentionType.CSA, 4), 3, "cpu")
+    cache.append(torch.randn(3, WIDTH), _ints([0, 1, 2]), _ints([3, 4, 5]))
+    assert (cache.swa_pos >= 0).sum() == 3
+    assert not any(getattr(cache, name).any() for name in (*TAILS, "tail_len", "swa_head"))
+
+
+def test_heads_may_be_columns_of_scalars_kept_elsewhere() -> None:
+    schema = _compressed(AttentionType.HCA, 4)
+    scalars = torch.full((4, 5), 9, dtype=torch.int32)
+    pool = StatePool(StateCachePool.fields(schema, "a.", heads=False), 3, "cpu")
+    assert not {"a.swa_head", "a.tail_len"} & set(pool.fields)
+    cache = StateCachePool(schema, 3, pool=pool, prefix="a.", heads=scalars[:, 1:3])
+    cache.set_length(_ints([2]), _ints([14]))
+    assert scalars[2].tolist() == [9, 14 % 8, 14 % 4, 9, 9]
+    cache.reset_slot(2)
+    assert scalars[2].tolist() == [9, 0, 0, 9, 9]
+    assert (scalars[[0, 1, 3]] == 9).all()
+
+
+def test_heads_must_be_as_many_as_the_layer_has() -> None:
+    for schema, count in ((_schema(8), 1), (_compressed(AttentionType.HCA, 4), 2)):
+        pool = StatePool(StateCachePool.fields(schema, heads=False), 3, "cpu")
+        for wrong in {0, 1, 2, 3} - {count}:
+            heads = torch.zeros(4, wrong, dtype=torch.int32)
+            with pytest.raises(SchemaError, match=rf"heads must be \[4, {count}\]"):
+                StateCachePool(schema, 3, pool=pool, heads=heads)
+
+
+FORMATS = {
+    RowFormat.FP8: (Fp8Token(64), {"swa_fp8", "swa_rope", "swa_inv"}),
+    RowFormat.MODEL1: (Model1(64), {"swa_packed"}),
+    RowFormat.BF16: (Bf16(), {"swa"}),
+    RowFormat.FP32: (Fp32(), {"swa"}),
+}
+
+
+@pytest.mark.parametrize("row_format", list(RowFormat))
+def test_a_window_of_every_format_reads_back_what_the_format_keeps(row_format: RowFormat) -> None:
+    oracle, names = FORMATS[row_format]
+    schema = LayerCacheSchema(
+        AttentionType.SWA, 3, 512, 64, step_width=2, rewind=2, row_format=row_format
+    )
+    cache = StateCachePool(schema, 3, "cpu")
+    assert set(cache.pool.fields) == names | {"swa_pos", "swa_head"}
+    seeds = (cache.swa_fp8, cache.swa_rope, cache.swa_inv)
+    assert all((part is None) == (row_format is not RowFormat.FP8) for part in seeds)
+    cache.pool.arena.fill_(255)
+    rng = np.random.default_rng(11)
+    history: dict[int, list[np.ndarray]] = {1: [], 2: []}
+    slots = _ints([2, 2, PAD_SLOT, PAD_SLOT, 1, PAD_SLOT])
+    counts = {2: 2, 1: 1}
+    for _ in range(5):
+        entries = rng.standard_normal((6, 512)) * 10.0 ** rng.integers(-5, 4, (6, 1))
+        entries = torch.from_numpy(entries.astype(np.float32))
+        entries[slots < 0] = torch.nan
+        positions = _ints([len(history[2]), len(history[2]) + 1, 0, 0, len(history[1]), 0])
+        cache.append(entries, slots, positions, 2)
+        for slot, first in ((2, 0), (1, 4)):
+            rows = entries[first : first + counts[slot]].numpy()
+            history[slot] += [oracle.roundtrip(row) for row in rows]
+        read, valid = cache.read_window(slots, positions)
+        for token, (slot, position) in enumerate(
+            zip(slots.tolist(), positions.tolist(), strict=True)
+        ):
+            for column in range(3):
+                wanted = position - 2 + column
+                seen = slot >= 0 and wanted >= 0
+                assert valid[token, column].item() == seen
+                expected = history[slot][wanted] if seen else np.zeros(512)
+                assert (read[token, column].numpy() == expected).all()
+    # Slot 0 never took part.
+    assert (cache.pool.arena[0] == 255).all()
 
 
 def _shared(max_requests: int = 3) -> tuple[StatePool, list[StateCachePool]]:
@@ -473,7 +637,7 @@ def _shared(max_requests: int = 3) -> tuple[StatePool, list[StateCachePool]]:
     schemas = [_schema(8), _schema(5, 2)]
     fields = [Field("heads", (2,), torch.int32, reset=True), Field("other", (9,), torch.uint8)]
     for index, schema in enumerate(schemas):
-        fields += StateCachePool.fields(schema, f"layer{index}.", head=False)
+        fields += StateCachePool.fields(schema, f"layer{index}.", heads=False)
     pool = StatePool(fields, max_requests, "cpu")
     return pool, [
         StateCachePool(
@@ -481,7 +645,7 @@ def _shared(max_requests: int = 3) -> tuple[StatePool, list[StateCachePool]]:
             max_requests,
             pool=pool,
             prefix=f"layer{index}.",
-            swa_head=pool["heads"][:, index],
+            heads=pool["heads"][:, index : index + 1],
         )
         for index, schema in enumerate(schemas)
     ]
@@ -529,8 +693,10 @@ def test_reset_row_of_the_arena_is_reset_slot_of_every_layer() -> None:
         assert (layer.swa_fp8[1] == 5).all()
 
 
-def test_reset_row_of_a_pool_alone_is_reset_slot() -> None:
-    one, other = (StateCachePool(_schema(8), 3, "cpu") for _ in range(2))
+@pytest.mark.parametrize("m", [0, 4])
+def test_reset_row_of_a_pool_alone_is_reset_slot(m: int) -> None:
+    schema = _compressed(AttentionType.CSA, m) if m else _schema(8)
+    one, other = (StateCachePool(schema, 3, "cpu") for _ in range(2))
     for cache in (one, other):
         cache.pool.arena.fill_(5)
     one.pool.reset_row(1)
@@ -549,14 +715,14 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
         StateCachePool(schema, 3, pool=pool, prefix="b.")
     with pytest.raises(SchemaError, match=r"a\.swa_fp8"):
         StateCachePool(_schema(8, 2), 3, pool=pool, prefix="a.")
-    for head in (
-        torch.zeros(3, dtype=torch.int32),
-        torch.zeros(4, dtype=torch.int64),
-        torch.zeros(4, 1, dtype=torch.int32),
-        torch.zeros(4, dtype=torch.int32, device="meta"),
+    for heads in (
+        torch.zeros(3, 1, dtype=torch.int32),
+        torch.zeros(4, 1, dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int32),
+        torch.zeros(4, 1, dtype=torch.int32, device="meta"),
     ):
-        with pytest.raises(SchemaError, match="swa_head must be"):
-            StateCachePool(schema, 3, pool=pool, prefix="a.", swa_head=head)
+        with pytest.raises(SchemaError, match="heads must be"):
+            StateCachePool(schema, 3, pool=pool, prefix="a.", heads=heads)
     with pytest.raises(SchemaError, match="at least one row"):
         StateCachePool(schema, 0, "cpu")
 

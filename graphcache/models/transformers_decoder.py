@@ -20,6 +20,7 @@ from .. import scopes
 from ..batch import Batch
 from ..errors import UnsupportedModel
 from ..pool import Field
+from ._hosted import Hosted, stop_tokens_of
 from .families import Family, check_config, read_schemas
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ AttentionInterface.register(ATTENTION, _attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-class TransformersDecoder:
+class TransformersDecoder(Hosted):
     """A built `transformers` decoder as the runtime's model.
 
     The model is taken as it is, where it is, and switched to this package's attention; by itself,
@@ -95,6 +96,7 @@ class TransformersDecoder:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
+        super().__init__(tokenizer)
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedModel(
                 f"expected a built transformers model, got {type(model).__name__}"
@@ -107,10 +109,9 @@ class TransformersDecoder:
                 f"{type(model).__name__} has no language head; build it with AutoModelForCausalLM"
             )
         self.model = model.eval()
-        self.tokenizer = tokenizer
         self.vocab_size = int(model.config.vocab_size)
         self.max_context = int(model.config.max_position_embeddings)
-        self.stop_tokens = _stop_tokens(model)
+        self.stop_tokens = stop_tokens_of(model)
         self._body: Any = model.base_model
         # Four dims keep transformers from building a mask, which would read positions on the host.
         self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
@@ -144,31 +145,6 @@ class TransformersDecoder:
         logits: Tensor = self._run(self.model, batch).logits
         return logits[0]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the tokens that the tokenizer puts around one."""
-        ids: list[int] = self._need_tokenizer().encode(text)
-        return ids
-
-    def encode_chat(self, text: str) -> list[int]:
-        """Ids of a user's turn with the opening of the answer; `encode` without a chat template."""
-        tokenizer = self._need_tokenizer()
-        if not tokenizer.chat_template:
-            return self.encode(text)
-        ids: list[int] = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        return ids
-
-    def decode_text(self, ids: list[int]) -> str:
-        """Text of ids, special tokens left out."""
-        text: str = self._need_tokenizer().decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
     def _run(self, module: Any, batch: Batch) -> Any:
         depth = len(scopes.path())
         try:
@@ -182,11 +158,6 @@ class TransformersDecoder:
             )
         finally:
             scopes.reset(depth)
-
-    def _need_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise UnsupportedModel("this model came without a tokenizer; work with token ids")
-        return self.tokenizer
 
 
 def _place_of(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
@@ -208,16 +179,6 @@ def _place_of(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
 
 def _listed(things: set[Any]) -> str:
     return " and ".join(sorted(map(str, things))) or "nothing"
-
-
-def _stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    stop = getattr(generation, "eos_token_id", None)
-    if stop is None:
-        stop = getattr(model.config, "eos_token_id", None)
-    if stop is None:
-        return ()
-    return tuple(int(token) for token in stop) if isinstance(stop, list) else (int(stop),)
 
 
 def _switch_attention(model: PreTrainedModel) -> None:

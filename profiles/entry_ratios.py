@@ -1,0 +1,197 @@
+"""DeepSeek-V4-Flash's layers: their updates by a line a row, their attention by its roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from graphcache import AttentionType, DecodeState
+from graphcache.ops.absorb import absorb
+from graphcache.ops.entry_attention import entry_attention
+from graphcache.ops.index_select import index_select
+
+from .entry_subjects import (
+    DIM,
+    HEADS,
+    INDEX_DIM,
+    INDEX_HEADS,
+    TOP_K,
+    WINDOW,
+    compressor_of,
+    flash_schemas,
+    long_state,
+    repeated,
+    rotations,
+    step_batch,
+)
+from .ratios import Ratio, line_nodes
+from .timing import graph_node_us
+
+__all__ = ["Roofline", "entry_rooflines", "entry_update_ratios", "measured_ceilings"]
+
+UPDATES = 120
+ATTENTIONS = 20
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """An operation's time beside the least that its bytes and products allow.
+
+    Attributes:
+        what: in words.
+        batch: tokens.
+        context: tokens of each slot.
+        us, p99_us: measured.
+        least_us: max(bytes / bandwidth, operations / rate), both measured in the same run.
+        share: least_us / us.
+        goal: the share aimed at; 0 where none is set.
+    """
+
+    what: str
+    batch: int
+    context: int
+    us: float
+    p99_us: float
+    least_us: float
+    share: float
+    goal: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For the results file."""
+        return asdict(self)
+
+
+def measured_ceilings() -> tuple[float, float]:
+    """Bytes a second of a device copy (read plus write), operations a second of a bf16 product."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_us, _ = graph_node_us(repeated(lambda _: target.copy_(source) and None, 4), 10)
+    a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    product_us, _ = graph_node_us(repeated(lambda _: torch.mm(a, b, out=product) and None, 2), 10)
+    return 2 * source.numel() / copy_us * 1e6, 2 * 8192**3 / product_us * 1e6
+
+
+def entry_update_ratios() -> Iterator[Ratio]:
+    """R6: norm, rotation, quantisation and append; then with tails, emission and an indexer."""
+    schemas = flash_schemas(6)
+    state, handles = long_state(schemas, ROWS, 4096)
+    batch = step_batch(state, handles)
+    own, block4, block128 = rotations(batch.positions, -3, -127)
+    entries = torch.randn((ROWS, DIM), device="cuda", dtype=torch.bfloat16)
+    norm = torch.ones(DIM, device="cuda")
+    shared: dict[str, Any] = {"norm": norm, "rotation": own, "table": state.blocks.table}  # type: ignore[union-attr]
+    kinds = {
+        AttentionType.SWA: ("window append with norm and rotation", 1, 1.2),
+        AttentionType.HCA: ("window, tail and emission, HCA (m = 128)", 2, 0.0),
+        AttentionType.CSA: ("window, tails and emission, CSA with indexer", 3, 2.5),
+    }
+    for kind, (what, parts, goal) in kinds.items():
+        layers = [layer for layer in state.layers if layer.schema.attn_type is kind]
+        given: list[dict[str, Any]] = []
+        for layer in layers:
+            arguments = dict(shared)
+            if layer.schema.compression:
+                arguments["compressor"] = compressor_of(layer, ROWS, index=False)
+                arguments["block_rotation"] = block4 if kind is AttentionType.CSA else block128
+            if layer.schema.indexer is not None:
+                arguments["index"] = compressor_of(layer, ROWS, index=True)
+            given.append(arguments)
+
+        def update(index: int, layers: Any = layers, given: Any = given) -> None:
+            number = index % len(layers)
+            window = layers[number].cache.window_parts
+            absorb(entries, window, batch.slots, batch.positions, 1, **given[number])
+
+        subject = graph_node_us(repeated(update, UPDATES))
+        warps = 4 if parts > 1 else 1
+        floor = graph_node_us(line_nodes(ROWS * parts, warps))
+        yield Ratio(
+            "R6", f"{what} / one line a program", ROWS, subject[0] / floor[0], goal,
+            subject[0], subject[1], floor[0], floor[1],
+        )  # fmt: skip
+
+
+def entry_rooflines(
+    contexts: tuple[int, ...], batches: tuple[int, ...], ceilings: tuple[float, float]
+) -> Iterator[Roofline]:
+    """Attention of each kind of layer, and the indexer's selection."""
+    schemas = flash_schemas(4)
+    for context in contexts:
+        state, handles = long_state((schemas[0], schemas[2], schemas[3]), max(batches), context)
+        for batch in batches:
+            for layer in state.layers:
+                yield _attention(state, layer, handles[:batch], context, ceilings)
+            yield _selection(state, state.layers[1], handles[:batch], context, ceilings)
+        del state
+        torch.cuda.empty_cache()
+
+
+def _attention(
+    state: DecodeState, layer: Any, handles: list[int], context: int, ceilings: tuple[float, float]
+) -> Roofline:
+    schema = layer.schema
+    batch = step_batch(state, handles)
+    (own,) = rotations(batch.positions)
+    query = torch.randn((len(handles), HEADS, DIM), device="cuda", dtype=torch.bfloat16)
+    sinks = torch.zeros(HEADS, device="cuda")
+    seen = WINDOW
+    arguments: dict[str, Any] = {}
+    if schema.compression:
+        arguments = {
+            "entries": layer.entries, "table": layer.table, "compression": schema.compression
+        }  # fmt: skip
+        visible = context // schema.compression
+        if schema.indexer is not None and layer.selects:
+            visible = min(visible, TOP_K)
+            arguments["selected"] = _spread(len(handles), visible, context // schema.compression)
+        seen += visible
+
+    def attend(_: int) -> None:
+        entry_attention(
+            query, layer.cache.swa, batch.slots, batch.positions, 1, window=WINDOW,
+            scale=DIM**-0.5, sinks=sinks, rotation=own, **arguments,
+        )  # fmt: skip
+
+    us, p99 = graph_node_us(repeated(attend, ATTENTIONS), 20)
+    rows = seen * len(handles)
+    moved = rows * schema.row.row_bytes + 2 * query.nbytes
+    operations = rows * HEADS * DIM * 4
+    least = max(moved / ceilings[0], operations / ceilings[1]) * 1e6
+    goal = 0.45 if len(handles) >= 64 else 0.0
+    what = f"attention, {schema.attn_type.name}, {seen} rows"
+    return Roofline(what, len(handles), context, us, p99, least, least / us, goal)
+
+
+def _spread(tokens: int, count: int, visible: int) -> torch.Tensor:
+    """`count` of `visible` entries for each token, ascending, in no order that a cache likes."""
+    chosen = [torch.randperm(visible, device="cuda")[:count].sort().values for _ in range(tokens)]
+    return torch.stack(chosen).int()
+
+
+def _selection(
+    state: DecodeState, layer: Any, handles: list[int], context: int, ceilings: tuple[float, float]
+) -> Roofline:
+    batch = step_batch(state, handles)
+    query = torch.randn((len(handles), INDEX_HEADS, INDEX_DIM), device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand((len(handles), INDEX_HEADS), device="cuda")
+    # Distinct scores: equal keys would tie.
+    layer.keys.scales.uniform_(0.5, 1.0)
+
+    def select(_: int) -> None:
+        index_select(
+            query, weights, layer.keys.values, layer.keys.scales, layer.table, batch.slots,
+            batch.positions, layer.schema.compression, TOP_K,
+        )  # fmt: skip
+
+    us, p99 = graph_node_us(repeated(select, ATTENTIONS), 20)
+    rows = context // layer.schema.compression * len(handles)
+    moved = rows * (layer.schema.indexer.row.row_bytes + 8)
+    operations = rows * INDEX_HEADS * INDEX_DIM * 2
+    least = max(moved / ceilings[0], operations / ceilings[1]) * 1e6
+    what = f"selection of {TOP_K} of {context // layer.schema.compression}"
+    return Roofline(what, len(handles), context, us, p99, least, least / us, 0.0)
