@@ -17,11 +17,17 @@ __all__ = [
     "PLAIN",
     "TILE",
     "TOKEN",
+    "as_rows",
     "check_rows",
     "format_of",
+    "gather",
     "normalise",
+    "normed",
     "rotate",
+    "rotated",
+    "row_of_parts",
     "row_strides",
+    "scatter",
     "store_row",
 ]
 
@@ -49,6 +55,13 @@ def row_of_parts(rows: Rows) -> Row:
     if rows.scales.dtype == torch.float32:
         return Fp8TokenRow(width, rope_dim)
     return Model1Row(width, rope_dim)
+
+
+def as_rows(parts: list[Tensor]) -> Rows:
+    """Rows from their parts: values; values, scales; or values, rope, scales."""
+    if len(parts) == 2:
+        return Rows(parts[0], None, parts[1])
+    return Rows(*parts)
 
 
 def row_strides(rows: Rows) -> tuple[int, ...]:
@@ -201,3 +214,17 @@ def scatter(rows: Rows, place: Tensor, row: Tensor, encoded: Rows) -> None:
     """Write encoded rows to rows `row` of slots or blocks `place`; for references."""
     for target, source in zip(rows.parts(), encoded.parts(), strict=True):
         target[place, row] = source
+
+
+def normed(vectors: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of [..., D] float32, weighted; for references."""
+    mean = vectors.square().mean(-1, keepdim=True)
+    return vectors / (mean + eps).sqrt() * weight.float()
+
+
+def rotated(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[..., D] with its last dims rotated in neighbouring pairs; for references."""
+    width = 2 * cos.shape[-1]
+    even, odd = vectors[..., -width::2], vectors[..., -width + 1 :: 2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((vectors[..., :-width], turned), -1)
