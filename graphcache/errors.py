@@ -16,7 +16,6 @@ __all__ = [
     "SlotPrefilling",
     "SlotsExhausted",
     "StaleSlot",
-    "UnsupportedLayer",
     "UnsupportedModel",
     "UnsupportedPlatform",
     "WeightsError",
@@ -29,10 +28,6 @@ class GraphCacheError(Exception):
 
 class SchemaError(GraphCacheError, ValueError):
     """A schema, field or pool was described in a way that can't be laid out."""
-
-
-class UnsupportedLayer(GraphCacheError, NotImplementedError):
-    """A kind of layer that this version can describe but not serve."""
 
 
 class UnsupportedModel(GraphCacheError, NotImplementedError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphcache import AttentionType, DecodeState
+from graphcache import AttentionType, DecodeState, LayerCacheSchema
 from graphcache.ops.absorb import absorb
 from graphcache.ops.entry_attention import entry_attention
 from graphcache.ops.index_select import index_select
@@ -34,6 +34,10 @@ __all__ = ["Roofline", "entry_rooflines", "entry_update_ratios", "measured_ceili
 
 UPDATES = 120
 ATTENTIONS = 20
+MOST_NODES = 128
+MOST_LAYERS = 16
+SELECTIONS = 8
+PAST_L2_BYTES = 160 << 20
 ROWS = 64
 
 
@@ -69,10 +73,17 @@ def measured_ceilings() -> tuple[float, float]:
     """Bytes a second of a device copy (read plus write), operations a second of a bf16 product."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy_us, _ = graph_node_us(repeated(lambda _: target.copy_(source) and None, 4), 10)
     a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)
-    product_us, _ = graph_node_us(repeated(lambda _: torch.mm(a, b, out=product) and None, 2), 10)
+
+    def copy(_: int) -> None:
+        target.copy_(source)
+
+    def multiply(_: int) -> None:
+        torch.mm(a, b, out=product)
+
+    copy_us, _ = graph_node_us(repeated(copy, 4), 10)
+    product_us, _ = graph_node_us(repeated(multiply, 2), 10)
     return 2 * source.numel() / copy_us * 1e6, 2 * 8192**3 / product_us * 1e6
 
 
@@ -120,51 +131,79 @@ def entry_rooflines(
     contexts: tuple[int, ...], batches: tuple[int, ...], ceilings: tuple[float, float]
 ) -> Iterator[Roofline]:
     """Attention of each kind of layer, and the indexer's selection."""
-    schemas = flash_schemas(4)
+    swa, _, csa, hca = flash_schemas(4)
+    slots = max(batches)
     for context in contexts:
-        state, handles = long_state((schemas[0], schemas[2], schemas[3]), max(batches), context)
-        for batch in batches:
-            for layer in state.layers:
-                yield _attention(state, layer, handles[:batch], context, ceilings)
-            yield _selection(state, state.layers[1], handles[:batch], context, ceilings)
-        del state
-        torch.cuda.empty_cache()
+        for schema in (swa, csa, hca):
+            state, handles = long_state((schema,) * _copies(schema, slots, context), slots, context)
+            for batch in batches:
+                yield _attention(state, _groups(handles, batch), context, ceilings)
+            if schema.indexer is not None:
+                for batch in batches:
+                    yield _selection(state, _groups(handles, batch), context, ceilings)
+            del state
+            torch.cuda.empty_cache()
+
+
+def _copies(schema: LayerCacheSchema, slots: int, context: int) -> int:
+    """Layers whose rows together are far more than the L2 cache holds."""
+    rows = WINDOW + (context // schema.compression if schema.compression else 0)
+    return min(MOST_LAYERS, -(-PAST_L2_BYTES // (rows * slots * schema.row.row_bytes)))
+
+
+def _groups(handles: list[int], batch: int) -> list[list[int]]:
+    """Batches that take turns, so that each finds its rows in memory, not in the cache."""
+    return [handles[start : start + batch] for start in range(0, len(handles), batch)]
 
 
 def _attention(
-    state: DecodeState, layer: Any, handles: list[int], context: int, ceilings: tuple[float, float]
+    state: DecodeState, groups: list[list[int]], context: int, ceilings: tuple[float, float]
 ) -> Roofline:
-    schema = layer.schema
-    batch = step_batch(state, handles)
-    (own,) = rotations(batch.positions)
-    query = torch.randn((len(handles), HEADS, DIM), device="cuda", dtype=torch.bfloat16)
+    layers: list[Any] = list(state.layers)
+    schema = layers[0].schema
+    tokens = len(groups[0])
+    batches = [step_batch(state, group) for group in groups]
+    rotation = [rotations(batch.positions)[0] for batch in batches]
+    query = torch.randn((tokens, HEADS, DIM), device="cuda", dtype=torch.bfloat16)
     sinks = torch.zeros(HEADS, device="cuda")
     seen = WINDOW
-    arguments: dict[str, Any] = {}
-    if schema.compression:
-        arguments = {
-            "entries": layer.entries, "table": layer.table, "compression": schema.compression
-        }  # fmt: skip
-        visible = context // schema.compression
-        if schema.indexer is not None and layer.selects:
-            visible = min(visible, TOP_K)
-            arguments["selected"] = _spread(len(handles), visible, context // schema.compression)
+    visible = context // schema.compression if schema.compression else 0
+    selections: list[Any] = [None]
+    if schema.indexer is not None and layers[0].selects:
+        seen += min(visible, TOP_K)
+        selections = [_spread(tokens, min(visible, TOP_K), visible) for _ in range(SELECTIONS)]
+    else:
         seen += visible
 
-    def attend(_: int) -> None:
+    def attend(index: int) -> None:
+        layer = layers[index // len(groups) % len(layers)]
+        group = index % len(groups)
+        arguments: dict[str, Any] = {}
+        if schema.compression:
+            arguments = {
+                "entries": layer.entries,
+                "table": layer.table,
+                "compression": schema.compression,
+                "selected": selections[index % len(selections)],
+            }
+        batch = batches[group]
         entry_attention(
             query, layer.cache.swa, batch.slots, batch.positions, 1, window=WINDOW,
-            scale=DIM**-0.5, sinks=sinks, rotation=own, **arguments,
+            scale=DIM**-0.5, sinks=sinks, rotation=rotation[group], **arguments,
         )  # fmt: skip
 
-    us, p99 = graph_node_us(repeated(attend, ATTENTIONS), 20)
-    rows = seen * len(handles)
+    us, p99 = graph_node_us(repeated(attend, _turns(groups, layers)), 20)
+    rows = seen * tokens
     moved = rows * schema.row.row_bytes + 2 * query.nbytes
     operations = rows * HEADS * DIM * 4
     least = max(moved / ceilings[0], operations / ceilings[1]) * 1e6
-    goal = 0.45 if len(handles) >= 64 else 0.0
+    goal = 0.45 if tokens >= 64 else 0.0
     what = f"attention, {schema.attn_type.name}, {seen} rows"
-    return Roofline(what, len(handles), context, us, p99, least, least / us, goal)
+    return Roofline(what, tokens, context, us, p99, least, least / us, goal)
+
+
+def _turns(groups: list[list[int]], layers: list[Any]) -> int:
+    return max(ATTENTIONS, min(MOST_NODES, len(groups) * len(layers)))
 
 
 def _spread(tokens: int, count: int, visible: int) -> torch.Tensor:
@@ -174,24 +213,30 @@ def _spread(tokens: int, count: int, visible: int) -> torch.Tensor:
 
 
 def _selection(
-    state: DecodeState, layer: Any, handles: list[int], context: int, ceilings: tuple[float, float]
+    state: DecodeState, groups: list[list[int]], context: int, ceilings: tuple[float, float]
 ) -> Roofline:
-    batch = step_batch(state, handles)
-    query = torch.randn((len(handles), INDEX_HEADS, INDEX_DIM), device="cuda", dtype=torch.bfloat16)
-    weights = torch.rand((len(handles), INDEX_HEADS), device="cuda")
-    # Distinct scores: equal keys would tie.
-    layer.keys.scales.uniform_(0.5, 1.0)
+    layers: list[Any] = list(state.layers)
+    schema = layers[0].schema
+    tokens = len(groups[0])
+    batches = [step_batch(state, group) for group in groups]
+    query = torch.randn((tokens, INDEX_HEADS, INDEX_DIM), device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand((tokens, INDEX_HEADS), device="cuda")
+    for layer in layers:
+        # Distinct scores: equal keys would tie.
+        layer.keys.scales.uniform_(0.5, 1.0)
 
-    def select(_: int) -> None:
+    def select(index: int) -> None:
+        layer = layers[index // len(groups) % len(layers)]
+        batch = batches[index % len(groups)]
         index_select(
             query, weights, layer.keys.values, layer.keys.scales, layer.table, batch.slots,
-            batch.positions, layer.schema.compression, TOP_K,
+            batch.positions, schema.compression, TOP_K,
         )  # fmt: skip
 
-    us, p99 = graph_node_us(repeated(select, ATTENTIONS), 20)
-    rows = context // layer.schema.compression * len(handles)
-    moved = rows * (layer.schema.indexer.row.row_bytes + 8)
+    us, p99 = graph_node_us(repeated(select, _turns(groups, layers)), 20)
+    rows = context // schema.compression * tokens
+    moved = rows * (schema.indexer.row.row_bytes + 8)
     operations = rows * INDEX_HEADS * INDEX_DIM * 2
     least = max(moved / ceilings[0], operations / ceilings[1]) * 1e6
-    what = f"selection of {TOP_K} of {context // layer.schema.compression}"
-    return Roofline(what, len(handles), context, us, p99, least, least / us, 0.0)
+    what = f"selection of {TOP_K} of {context // schema.compression}"
+    return Roofline(what, tokens, context, us, p99, least, least / us, 0.0)

@@ -31,8 +31,10 @@ from .absorb import Rotation
 __all__ = ["entry_attention"]
 
 MAX_SPLITS = 16
-MIN_TILES = 2
-"""Fewest tiles of rows in a split, where a list has more than one."""
+MIN_TILES = 5
+"""Fewest tiles of rows in a split, where a list has more than one split."""
+STAGES = 3
+"""Tiles in flight: a list's indices, its rows, and those worked on."""
 ADD_HEADS = 4
 """Heads that one program adds the splits of."""
 
@@ -103,7 +105,7 @@ def _as_rows(parts: list[Tensor]) -> Rows | None:
 
 
 @jit
-def _splits_of(  # type: ignore[no-untyped-def]
+def _list_of(  # type: ignore[no-untyped-def]
     position,
     WINDOW: tl.constexpr,
     M: tl.constexpr,
@@ -112,17 +114,19 @@ def _splits_of(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     MIN: tl.constexpr,
 ):
-    """Rows in the window and in all, tiles in a split, and splits of a token's list."""
+    """A token's list: window rows, entries, tiles of the window, all tiles, and tiles a split.
+
+    A tile is of window rows or of entries, never of both.
+    """
     in_window = tl.minimum(position + 1, WINDOW)
-    total = in_window
+    window_tiles = tl.cdiv(in_window, BLOCK_N)
+    entries = 0
     if M > 0:
-        count = (position + 1) // M
+        entries = (position + 1) // M
         if TOP_K > 0:
-            count = tl.minimum(count, TOP_K)
-        total += count
-    tiles = tl.cdiv(total, BLOCK_N)
-    per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN)
-    return in_window, total, per_split, tl.cdiv(tiles, per_split)
+            entries = tl.minimum(entries, TOP_K)
+    tiles = window_tiles + tl.cdiv(entries, BLOCK_N)
+    return in_window, entries, window_tiles, tiles, tl.maximum(tl.cdiv(tiles, SPLITS), MIN)
 
 
 @jit
@@ -146,52 +150,18 @@ def _rotate_back(  # type: ignore[no-untyped-def]
 
 @jit
 def _load_piece(  # type: ignore[no-untyped-def]
-    values,
-    scale,
-    scales,
-    inside,
-    OFFSET: tl.constexpr,
-    SIZE: tl.constexpr,
-    END: tl.constexpr,
-    COUNT: tl.constexpr,
-    FORMAT: tl.constexpr,
-    dtype: tl.constexpr,
+    at, inside, OFFSET: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr
 ):
-    """Dims OFFSET .. OFFSET + SIZE of COUNT rows in `dtype`; 0 where not inside and from END on.
+    """Dims OFFSET .. OFFSET + SIZE of the rows at `at`; 0 where not inside and from END on.
 
-    Of rows with a scale a token the codes alone, unless `dtype` is float32: the scale is the
-    caller's to multiply with. Zeros, since a row that was never written may hold NaN, and a weight
-    of 0 does not mask that.
+    Zeros, since a row that was never written may hold NaN, and a weight of 0 does not mask that.
     """
     lane = OFFSET + tl.arange(0, SIZE)
-    there = inside[:, None] & (lane < END)[None, :]
-    piece = tl.load(values[:, None] + lane[None, :], mask=there, other=0)
-    if FORMAT == 0:
-        return piece.to(dtype)
+    if OFFSET + SIZE <= END:
+        return tl.load(at[:, None] + lane[None, :], mask=inside[:, None], other=0)
     else:
-        decoded = piece.to(tl.float8e4nv, bitcast=True).to(dtype)
-        if FORMAT == 1:
-            if dtype == tl.float32:
-                decoded = decoded * scale[:, None]
-        else:
-            TILES: tl.constexpr = SIZE // 64
-            tile = OFFSET // 64 + tl.arange(0, TILES)
-            known = inside[:, None] & (tile < END // 64)[None, :]
-            exponent = tl.load(scales[:, None] + tile[None, :], mask=known, other=0)
-            power = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True).to(dtype)
-            spread = tl.broadcast_to(power[:, :, None], [COUNT, TILES, 64])
-            decoded = decoded * tl.reshape(spread, [COUNT, SIZE])
-        return decoded
-
-
-@jit
-def _load_query(  # type: ignore[no-untyped-def]
-    at, real, OFFSET: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr, dtype: tl.constexpr
-):
-    """Dims OFFSET .. OFFSET + SIZE of each head's query; 0 beyond END and for heads not real."""
-    lane = OFFSET + tl.arange(0, SIZE)
-    inside = real[:, None] & (lane < END)[None, :]
-    return tl.load(at[:, None] + lane[None, :], mask=inside, other=0).to(dtype)
+        there = inside[:, None] & (lane < END)[None, :]
+        return tl.load(at[:, None] + lane[None, :], mask=there, other=0)
 
 
 @jit
@@ -202,6 +172,26 @@ def _store_piece(  # type: ignore[no-untyped-def]
     lane = OFFSET + tl.arange(0, SIZE)
     inside = real[:, None] & (lane < END)[None, :]
     tl.store(target[:, None] + lane[None, :], piece.to(target.dtype.element_ty), mask=inside)
+
+
+@jit
+def _decode(  # type: ignore[no-untyped-def]
+    codes, scale, FORMAT: tl.constexpr, dtype: tl.constexpr
+):
+    """A piece of rows in `dtype`; codes with a scale a token stay without it but in float32."""
+    if FORMAT == 0:
+        return codes.to(dtype)
+    else:
+        decoded = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+        if FORMAT == 2 or dtype == tl.float32:
+            decoded = decoded * scale.to(dtype)[:, None]
+        return decoded
+
+
+@jit
+def _by_row(value, BLOCK_N: tl.constexpr, SPREAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_N] of [BLOCK_N * SPREAD], where neighbours are equal."""
+    return tl.max(tl.reshape(value, [BLOCK_N, SPREAD]), axis=1)
 
 
 @jit_for_any("q_len")
@@ -249,10 +239,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROPE_DIM: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROPE_PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -265,15 +253,17 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     FORMAT: tl.constexpr,
     HAS_OWN: tl.constexpr,
     WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     """One program a token, tile of heads and split: an online softmax over the split's rows.
 
-    A row is taken in pieces, powers of two wide: A, B and C make up the dims without position, R
-    the rotated ones. Codes of e4m3 are exact in float16, which the device makes of them in one
-    instruction; rotated dims stay in bfloat16. A scale a token is multiplied into logits and
-    weights, not into the row.
+    A row is taken in pieces of one width, and its rotated dims by themselves. Codes of e4m3 are
+    exact in float16, which the device makes of them in one instruction; rotated dims stay in
+    bfloat16. A scale a token is multiplied into logits and weights, not into the row.
     """
     FIXED: tl.constexpr = WIDTH - ROPE_DIM
+    PIECES: tl.constexpr = (FIXED + PIECE - 1) // PIECE
     rotated: tl.constexpr = tl.float32 if WIDE else tl.bfloat16
     fixed: tl.constexpr = rotated if WIDE or FORMAT == 0 else tl.float16
     FOLDED: tl.constexpr = FORMAT == 1 and not WIDE
@@ -288,23 +278,25 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     out_at = out + line * WIDTH
     if slot < 0:
         if SPLITS == 1:
-            nothing = tl.zeros([BLOCK_M, A], tl.float32)
-            for offset in tl.static_range(0, WIDTH, A):
-                _store_piece(out_at, nothing, real, offset, A, WIDTH)
+            nothing = tl.zeros([BLOCK_M, PIECE], tl.float32)
+            for offset in tl.static_range(0, WIDTH, PIECE):
+                _store_piece(out_at, nothing, real, offset, PIECE, WIDTH)
         return
-    in_window, total, per_split, splits = _splits_of(
+    in_window, count, window_tiles, tiles, per_split = _list_of(
         position, WINDOW, M, TOP_K, BLOCK_N, SPLITS, MIN
     )
-    if split >= splits:
+    begin = split * per_split
+    if begin >= tiles:
         return
 
     q_at = q + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
-    query_a = _load_query(q_at, real, 0, A, FIXED, fixed)
-    if B > 0:
-        query_b = _load_query(q_at, real, A, B, FIXED, fixed)
-    if C > 0:
-        query_c = _load_query(q_at, real, A + B, C, FIXED, fixed)
-    query_r = _load_query(q_at, real, FIXED, R, WIDTH, rotated)
+    query = ()
+    acc = ()
+    for i in tl.static_range(PIECES):
+        query += (_load_piece(q_at, real, i * PIECE, PIECE, FIXED).to(fixed),)  # type: ignore[assignment]
+        acc += (tl.zeros([BLOCK_M, PIECE], tl.float32),)  # type: ignore[assignment]
+    query_r = _load_piece(q_at + FIXED, real, 0, ROPE_PIECE, ROPE_DIM).to(rotated)
+    acc_r = tl.zeros([BLOCK_M, ROPE_PIECE], tl.float32)
     slot = slot.to(tl.int64)
     first = position + 1 - in_window
     run_start = position - token % q_len
@@ -316,68 +308,65 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
-    acc_a = tl.zeros([BLOCK_M, A], tl.float32)
-    if B > 0:
-        acc_b = tl.zeros([BLOCK_M, B], tl.float32)
-    if C > 0:
-        acc_c = tl.zeros([BLOCK_M, C], tl.float32)
-    acc_r = tl.zeros([BLOCK_M, R], tl.float32)
-    begin = split * per_split * BLOCK_N
-    end = tl.minimum(begin + per_split * BLOCK_N, total)
-    for start in range(begin, end, BLOCK_N):
-        index = start + tl.arange(0, BLOCK_N)
-        inside = index < total
+    for step in tl.range(begin, tl.minimum(begin + per_split, tiles), num_stages=STAGES):
+        # What is loaded for each row is loaded by as many lanes as there are threads and then
+        # gathered: loads of fewer the compiler repeats in every layout that uses them.
+        spread = tl.arange(0, BLOCK_N * SPREAD) // SPREAD
+        lane = tl.arange(0, BLOCK_N)
+        index = step * BLOCK_N + lane
+        inside = index < in_window
         row = (first + index) % RING
         values_at = ring_values + row * w_values_row
-        if FORMAT != 0:
-            rope_at = ring_rope + row * w_rope_row
-            scales_at = ring_scales + row * w_scales_row
+        rope_at = ring_rope + row * w_rope_row
+        scales_at = ring_scales + row * w_scales_row
         if HAS_OWN:
             own = first + index >= run_start
             aside = (token - position + first + index).to(tl.int64)
             values_at = tl.where(own, o_values + aside * o_values_row, values_at)
-            if FORMAT != 0:
-                rope_at = tl.where(own, o_rope + aside * o_rope_row, rope_at)
-                scales_at = tl.where(own, o_scales + aside * o_scales_row, scales_at)
+            rope_at = tl.where(own, o_rope + aside * o_rope_row, rope_at)
+            scales_at = tl.where(own, o_scales + aside * o_scales_row, scales_at)
         if M > 0:
-            compressed = index >= in_window
-            entry = index - in_window
+            compressed = step >= window_tiles
+            offset = (step - window_tiles) * BLOCK_N
+            known = compressed & (offset + spread < count)
+            entry = offset + spread
             if TOP_K > 0:
-                entry = tl.load(chosen + entry, mask=compressed & inside, other=0)
-            place = tl.load(table_row + entry // ENTRIES, mask=compressed & inside, other=0)
-            place = place.to(tl.int64)
-            row = entry % ENTRIES
+                entry = tl.load(chosen + entry, mask=known, other=0)
+            place = tl.load(table_row + entry // ENTRIES, mask=known, other=0)
+            place = _by_row(place, BLOCK_N, SPREAD).to(tl.int64)
+            row = _by_row(entry, BLOCK_N, SPREAD) % ENTRIES
             e_at = e_values + place * e_values_stride + row * e_values_row
             values_at = tl.where(compressed, e_at, values_at)
-            if FORMAT != 0:
-                e_at = e_rope + place * e_rope_stride + row * e_rope_row
-                rope_at = tl.where(compressed, e_at, rope_at)
-                e_at = e_scales + place * e_scales_stride + row * e_scales_row
-                scales_at = tl.where(compressed, e_at, scales_at)
-        scale = tl.full([BLOCK_N], 1.0, tl.float32)
+            e_at = e_rope + place * e_rope_stride + row * e_rope_row
+            rope_at = tl.where(compressed, e_at, rope_at)
+            e_at = e_scales + place * e_scales_stride + row * e_scales_row
+            scales_at = tl.where(compressed, e_at, scales_at)
+            inside = tl.where(compressed, offset + lane < count, inside)
         if FORMAT == 0:
             rope_at = values_at + FIXED
-            scales_at = values_at
+        scale = tl.full([BLOCK_N], 1.0, tl.float32)
         if FORMAT == 1:
-            scale = tl.load(scales_at, mask=inside, other=0)
-        kv_a = _load_piece(values_at, scale, scales_at, inside, 0, A, FIXED, BLOCK_N, FORMAT, fixed)
-        logits = tl.dot(query_a, tl.trans(kv_a), input_precision="ieee")
-        if B > 0:
-            kv_b = _load_piece(
-                values_at, scale, scales_at, inside, A, B, FIXED, BLOCK_N, FORMAT, fixed
-            )
-            logits = tl.dot(query_b, tl.trans(kv_b), logits, input_precision="ieee")
-        if C > 0:
-            kv_c = _load_piece(
-                values_at, scale, scales_at, inside, A + B, C, FIXED, BLOCK_N, FORMAT, fixed
-            )
-            logits = tl.dot(query_c, tl.trans(kv_c), logits, input_precision="ieee")
-        kv_r = _load_piece(rope_at, scale, scales_at, inside, 0, R, ROPE_DIM, BLOCK_N, 0, rotated)
+            shape: tl.constexpr = [BLOCK_N, SPREAD]
+            at = tl.broadcast_to(scales_at[:, None], shape)
+            loaded = tl.load(at, mask=tl.broadcast_to(inside[:, None], shape), other=0)
+            scale = tl.max(loaded, axis=1)
+        # All pieces before the first product: writing them to shared memory is fenced once.
+        kv = ()
+        for i in tl.static_range(PIECES):
+            codes = _load_piece(values_at, inside, i * PIECE, PIECE, FIXED)
+            if FORMAT == 2:
+                exponent = tl.load(scales_at + i, mask=inside, other=0)
+                scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+            kv += (_decode(codes, scale, FORMAT, fixed),)  # type: ignore[assignment]
+        kv_r = _load_piece(rope_at, inside, 0, ROPE_PIECE, ROPE_DIM).to(rotated)
+        logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i in tl.static_range(PIECES):
+            logits = tl.dot(query[i], tl.trans(kv[i]), logits, input_precision="ieee")
         if FOLDED:
             logits = logits * scale[None, :]
         logits = tl.dot(query_r, tl.trans(kv_r), logits, input_precision="ieee") * factor
         logits = tl.where(inside[None, :], logits, float("-inf"))
-        # A split's tiles all hold a row that is inside, so its maximum is finite.
+        # A tile holds a row that is inside, so its maximum is finite.
         top = tl.maximum(most, tl.max(logits, 1))
         weight = tl.exp2(logits - top[:, None])
         shrink = tl.exp2(most - top)
@@ -387,11 +376,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             # 512: a scale is about a 448th of the row's largest value, and float16 is short.
             weight = weight * (scale * 512.0)[None, :]
         weight = weight.to(fixed)
-        acc_a = tl.dot(weight, kv_a, acc_a * shrink[:, None], input_precision="ieee")
-        if B > 0:
-            acc_b = tl.dot(weight, kv_b, acc_b * shrink[:, None], input_precision="ieee")
-        if C > 0:
-            acc_c = tl.dot(weight, kv_c, acc_c * shrink[:, None], input_precision="ieee")
+        added = ()
+        for i in tl.static_range(PIECES):
+            added += (tl.dot(weight, kv[i], acc[i] * shrink[:, None], input_precision="ieee"),)  # type: ignore[assignment]
+        acc = added
         most = top
 
     gain = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -401,21 +389,20 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(most - top)
         gain = shrink / (weights * shrink + tl.exp2(sink - top))
         angle = token.to(tl.int64) * (ROPE_DIM // 2)
-        acc_r = _rotate_back(acc_r, cos + angle, sin + angle, BLOCK_M, ROPE_DIM, ROPE_DIM, R)
+        acc_r = _rotate_back(
+            acc_r, cos + angle, sin + angle, BLOCK_M, ROPE_DIM, ROPE_DIM, ROPE_PIECE
+        )
         target = out_at
     else:
         at = line * SPLITS + split
         tl.store(stats + at * 2, most, mask=real)
         tl.store(stats + at * 2 + 1, weights, mask=real)
         target = partials + at * WIDTH
-    _store_piece(target + FIXED, acc_r * gain[:, None], real, 0, R, ROPE_DIM)
+    _store_piece(target + FIXED, acc_r * gain[:, None], real, 0, ROPE_PIECE, ROPE_DIM)
     if FOLDED:
         gain = gain * (1.0 / 512.0)
-    _store_piece(target, acc_a * gain[:, None], real, 0, A, FIXED)
-    if B > 0:
-        _store_piece(target, acc_b * gain[:, None], real, A, B, FIXED)
-    if C > 0:
-        _store_piece(target, acc_c * gain[:, None], real, A + B, C, FIXED)
+    for i in tl.static_range(PIECES):
+        _store_piece(target, acc[i] * gain[:, None], real, i * PIECE, PIECE, FIXED)
 
 
 @jit
@@ -453,12 +440,12 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     if slot < 0:
         tl.store(out_at, tl.zeros([GROUP, BLOCK], out.dtype.element_ty), mask=whole)
         return
-    _, _, _, splits = _splits_of(position, WINDOW, M, TOP_K, BLOCK_N, SPLITS, MIN)
+    _, _, _, tiles, per_split = _list_of(position, WINDOW, M, TOP_K, BLOCK_N, SPLITS, MIN)
     # The sink is the first part: a weight without a value.
     most = tl.load(sinks + head, mask=real, other=0).to(tl.float32) * 1.4426950408889634
     weights = tl.full([GROUP], 1.0, tl.float32)
     acc = tl.zeros([GROUP, BLOCK], tl.float32)
-    for split in range(0, splits):
+    for split in range(0, tl.cdiv(tiles, per_split)):
         at = line * SPLITS + split
         part = tl.load(partials + at[:, None] * WIDTH + lane[None, :], mask=whole, other=0.0)
         part_most = tl.load(stats + at * 2, mask=real, other=float("-inf"))
@@ -475,17 +462,6 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_at, done.to(out.dtype.element_ty), mask=whole)
 
 
-def _pieces(width: int) -> tuple[int, int, int]:
-    """Powers of two that make up `width`, the last one rounded up; 0 where there is none."""
-    sizes = [0, 0, 0]
-    for index in range(3):
-        if width > 0:
-            down = 1 << (width.bit_length() - 1)
-            sizes[index] = max(16, down if index < 2 else triton.next_power_of_2(width))
-            width -= sizes[index]
-    return sizes[0], sizes[1], sizes[2]
-
-
 def _plan(
     q: Tensor, rope_dim: int, window_size: int, most_entries: int, *, split: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -494,14 +470,16 @@ def _plan(
     wide = q.dtype != torch.bfloat16
     block_m = min(16 if wide else 64, max(16, triton.next_power_of_2(heads)))
     block_n = 16 if wide and width > 128 else 64
-    tiles = triton.cdiv(window_size + most_entries, block_n)
+    tiles = triton.cdiv(window_size, block_n) + triton.cdiv(most_entries, block_n)
     splits = min(MAX_SPLITS, triton.cdiv(tiles, MIN_TILES)) if split else 1
-    a, b, c = _pieces(width - rope_dim)
     shape = {
-        "A": a, "B": b, "C": c, "R": max(16, triton.next_power_of_2(rope_dim)),
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits,
+        "PIECE": max(16, min(64, triton.next_power_of_2(width - rope_dim))),
+        "ROPE_PIECE": max(16, triton.next_power_of_2(rope_dim)),
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits, "STAGES": STAGES,
     }  # fmt: skip
-    return shape, {"num_warps": 8 if block_m == 64 and width > 128 else 4, "num_stages": 2}
+    warps = 8 if block_m == 64 and width > 128 else 4
+    shape["SPREAD"] = max(1, 32 * warps // block_n)
+    return shape, {"num_warps": warps}
 
 
 def _launch(

@@ -738,7 +738,10 @@ def _check_rows(found: Rows, expected: Rows, what: str) -> None:
             continue
         mine, theirs = mine.cpu().contiguous(), theirs.contiguous()
         if mine.dtype == torch.bfloat16:
-            bits = (part.view(torch.int16) for part in (mine, theirs))
+            # A rotation may cancel: a value near 0 is then many steps off, and yet not far.
+            near = (mine.float() - theirs.float()).abs() < 1e-5
+            near |= mine.isnan() & theirs.isnan()
+            bits = [part.view(torch.int16).masked_fill(near, 0) for part in (mine, theirs)]
             _check_steps(*bits, 0x8000, f"{what} {name}")
         elif name == "values" and mine.dtype == torch.uint8:
             _check_steps(mine, theirs, 0x80, f"{what} {name}")
@@ -759,7 +762,9 @@ def _check_devices(device: State, host: State) -> None:
         _check_rows(device.entries(kind), host.entries(kind), f"{kind}entries")
         for mine, theirs in zip(tail, host.tails()[kind], strict=True):
             if mine is not None:
-                assert torch.equal(mine.cpu(), theirs)
+                # As bytes: what was never written is NaN.
+                mine, theirs = mine.cpu().contiguous(), theirs.contiguous()
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.gpu
@@ -825,7 +830,7 @@ def test_chunks_on_the_device_leave_what_single_steps_leave(row_format, chunks) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row_format", FORMATS)
 def test_batch_independence_on_the_device(row_format: RowFormat) -> None:
-    for kind in (replace(CSA, slots=7), replace(HCA, slots=7)):
+    for kind in (replace(CSA, slots=7), replace(HCA, slots=7, compression=8)):
         index_format = FP8 if row_format is MODEL1 else row_format
         layout = replace(
             kind, row_format=row_format, index_format=index_format, step_width=2, width=30
