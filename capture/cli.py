@@ -96,7 +96,7 @@ def generate(
     prompts = _read_prompts(prompt, prompts_file)
     quiet = as_json or not messages.is_terminal
     silence_libraries()
-    from graphcache.models import load_model
+    from graphcache.models import block_tokens_for, load_model
 
     started = time.perf_counter()
     with messages.status("loading weights", spinner="dots"):
@@ -106,7 +106,11 @@ def generate(
     slots = min(max_requests, len(prompts))
     context = min(decoder.max_context, max(map(len, ids)) + max_tokens + 1)
     with DecodeRuntime(
-        decoder, max_requests=slots, max_context=context, ladder=Ladder.powers_of_two(slots)
+        decoder,
+        max_requests=slots,
+        max_context=context,
+        ladder=Ladder.powers_of_two(slots),
+        block_tokens=block_tokens_for(decoder.schemas),
     ) as runtime:
         report = runtime.capture(progress=not quiet)
         answers = _Answers(decoder, prompts, shown=not as_json)

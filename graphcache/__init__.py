@@ -7,10 +7,13 @@ from .batch import PAD_SLOT, Batch
 from .block_store import BlockStore
 from .checkpoint import Checkpoint
 from .decode_state import DecodeState
+from .entry_layer import CompressorInputs, EntryInputs, IndexInputs
 from .errors import GraphCacheError
 from .finish import FinishReason
+from .ops.absorb import Rotation
 from .pool import Field, StatePool
-from .schema import AttentionType, KVLayerSchema, LayerCacheSchema
+from .rows import RowFormat
+from .schema import AttentionType, IndexerSchema, KVLayerSchema, LayerCacheSchema
 from .slots import SlotManager
 from .state_cache import StateCachePool
 
@@ -22,12 +25,18 @@ __all__ = [
     "Batch",
     "BlockStore",
     "Checkpoint",
+    "CompressorInputs",
     "DecodeState",
+    "EntryInputs",
     "Field",
     "FinishReason",
     "GraphCacheError",
+    "IndexInputs",
+    "IndexerSchema",
     "KVLayerSchema",
     "LayerCacheSchema",
+    "Rotation",
+    "RowFormat",
     "SlotManager",
     "StateCachePool",
     "StatePool",

@@ -6,8 +6,18 @@
 from __future__ import annotations
 
 from .contract import DecodeModel
+from .deepseek_v4 import DeepseekV4Decoder
+from .entry_schemas import block_tokens_for, read_entry_schemas
 from .load import load_model
 from .step_function import StepFunction
 from .text import TextStream
 
-__all__ = ["DecodeModel", "StepFunction", "TextStream", "load_model"]
+__all__ = [
+    "DecodeModel",
+    "DeepseekV4Decoder",
+    "StepFunction",
+    "TextStream",
+    "block_tokens_for",
+    "load_model",
+    "read_entry_schemas",
+]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ..batch import Batch
 from ..errors import UnsupportedModel
+from ..layout import LayerSchema
+from ..pool import Field
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,15 +19,41 @@ if TYPE_CHECKING:
 __all__ = ["Hosted", "stop_tokens_of"]
 
 
-class Hosted:
-    """A model with a tokenizer beside it, or without.
+class Hosted(ABC):
+    """A transformers model as the runtime's, see `DecodeModel`, with a tokenizer or without.
 
     Args:
         tokenizer: turns text into ids and back; None for token ids only.
+
+    Attributes:
+        model: the transformers model.
+        schemas, fields, vocab_size, stop_tokens, max_context, device, dtype: see `DecodeModel`.
+        tokenizer: the one given, or None.
     """
+
+    model: Any
+    schemas: tuple[LayerSchema, ...]
+    fields: tuple[Field, ...] = ()
+    vocab_size: int
+    stop_tokens: tuple[int, ...]
+    max_context: int
+    device: torch.device
+    dtype: torch.dtype
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
+
+    @abstractmethod
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor whose address a captured step holds, by name."""
+
+    @abstractmethod
+    def prefill(self, batch: Batch) -> None:
+        """Absorb the batch's tokens into the state; no head."""
+
+    @abstractmethod
+    def decode(self, batch: Batch) -> Tensor:
+        """Absorb the batch's tokens into the state and return logits [T, V]."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with the tokens that the tokenizer puts around one."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
+from ..layout import LayerSchema
 from ..pool import Field
-from ..schema import KVLayerSchema
 
 __all__ = ["DecodeModel"]
 
@@ -21,7 +21,7 @@ class DecodeModel(Protocol):
     """
 
     @property
-    def schemas(self) -> tuple[KVLayerSchema, ...]:
+    def schemas(self) -> tuple[LayerSchema, ...]:
         """What each layer keeps for a slot, in the order of the layers."""
 
     @property

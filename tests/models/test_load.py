@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 from history_store import History, make_batch
-from tiny import tiny_config, tiny_model, write_gguf
+from tiny import V4_PATTERN, tiny_config, tiny_model, tiny_v4_model, write_gguf
 
+from graphcache import RowFormat
 from graphcache.errors import UnsupportedModel, UnsupportedPlatform, WeightsError
-from graphcache.models import gguf_cache, load, load_model
+from graphcache.models import DeepseekV4Decoder, gguf_cache, load, load_model
+from graphcache.models.transformers_decoder import TransformersDecoder
 
 HAVE_GGUF = importlib.util.find_spec("gguf") and importlib.util.find_spec("accelerate")
 needs_gguf = pytest.mark.skipif(not HAVE_GGUF, reason="needs the packages gguf and accelerate")
@@ -378,14 +380,8 @@ def test_a_corrupt_tokenizer(folder: Path) -> None:
 def test_unserved_folders_are_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, part: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    _refuse_to_read(monkeypatch)
+    _rewrite_config(folder, changes)
     with pytest.raises(UnsupportedModel, match=part):
         load_model(folder, device="cpu")
 
@@ -394,6 +390,150 @@ def test_float64_is_refused(folder: Path) -> None:
     for source in (folder, tiny_model()):
         with pytest.raises(UnsupportedModel, match="float64"):
             load_model(source, device="cpu", dtype=torch.float64)
+
+
+# --- DeepSeek-V4 ----------------------------------------------------------------------------------
+
+HAVE_V4 = importlib.util.find_spec("transformers.models.deepseek_v4")
+needs_v4 = pytest.mark.skipif(not HAVE_V4, reason="needs a transformers with DeepSeek-V4")
+EXACT = {"row_format": RowFormat.FP32, "index_format": RowFormat.FP32}
+
+
+@pytest.fixture
+def v4_folder(tmp_path: Path) -> Path:
+    tiny_v4_model().save_pretrained(tmp_path / "v4")
+    return tmp_path / "v4"
+
+
+@needs_v4
+def test_a_folder_of_deepseek_v4(v4_folder: Path) -> None:
+    decoder = load_model(v4_folder, device="cpu")
+    assert isinstance(decoder, DeepseekV4Decoder)
+    _assert_same_weights(decoder.model, tiny_v4_model())
+    assert (decoder.dtype, decoder.tokenizer, decoder.stop_tokens) == (torch.float32, None, (2,))
+    assert [schema.compression for schema in decoder.schemas] == [0, 0, 4, 16, 4, 16]
+    assert {schema.row_format for schema in decoder.schemas} == {RowFormat.FP8}
+
+
+@needs_v4
+def test_how_state_is_kept_is_asked_by_name(v4_folder: Path) -> None:
+    state = {**EXACT, "tail_dtype": torch.bfloat16, "step_width": 2, "rewind": 4}
+    model = tiny_v4_model()
+    for decoder in (load_model(v4_folder, device="cpu", **state), load_model(model, **state)):
+        assert decoder.schemas == DeepseekV4Decoder(tiny_v4_model(), **state).schemas
+        for schema in decoder.schemas:
+            assert (schema.row_format, schema.tail_dtype) == (RowFormat.FP32, torch.bfloat16)
+            assert (schema.step_width, schema.rewind) == (2, 4)
+    assert decoder.model is model
+
+
+@needs_v4
+def test_a_dtype_asked_for_spares_what_transformers_keeps_in_float32(v4_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(v4_folder, dtype=torch.bfloat16).state_dict()
+    assert {tensor.dtype for tensor in theirs.values()} == {
+        torch.bfloat16, torch.float32, torch.int64,
+    }  # fmt: skip
+    loaded = load_model(v4_folder, device="cpu", dtype=torch.bfloat16)
+    adopted = load_model(tiny_v4_model(), dtype=torch.bfloat16)
+    for decoder in (loaded, adopted):
+        assert decoder.dtype == torch.bfloat16
+        ours = _state(decoder.model)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert ours[name].dtype == tensor.dtype, name
+            assert torch.equal(ours[name], tensor), name
+        frequencies = decoder.model.model.rotary_emb
+        for kind in ("main_inv_freq", "compress_inv_freq"):
+            exact = getattr(tiny_v4_model().model.rotary_emb, kind)
+            assert torch.equal(getattr(frequencies, kind), exact)
+
+
+def _from_ratios(*ratios: Any) -> dict[str, Any]:
+    return {"layer_types": None, "compress_rates": None, "compress_ratios": list(ratios)}
+
+
+@needs_v4
+@pytest.mark.parametrize(
+    ("changes", "state", "part"),
+    [
+        (_from_ratios(0, 0, 4, 8, 4, 128), {}, "compression ratio 8 of layer 3"),
+        (_from_ratios(0, 0, 1, 2, 1, 2), {}, "compression ratio 1 of layer 2"),
+        (_from_ratios(0, 0, 4, 4.5, 4, 128), {}, "compression ratio 4.5 of layer 3"),
+        ({"layer_types": ["full_attention", *V4_PATTERN[1:]]}, {}, "'full_attention'"),
+        ({"compress_rates": {V4_PATTERN[2]: 4, V4_PATTERN[3]: 0}}, {}, "compression >= 1"),
+        ({"head_dim": 72}, {}, "multiple of 16"),
+        ({"partial_rotary_factor": 0.2}, {}, "rope_dim of 8"),
+        ({"partial_rotary_factor": 1.5}, {}, "rope_dim must lie between"),
+        ({"index_head_dim": 24}, {}, "multiple of 16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantised by 'fp8'"),
+        ({}, {"row_format": RowFormat.MODEL1}, "MODEL1 row is defined for entries of 512"),
+        ({}, {"row_format": "fp8"}, "row_format is a RowFormat"),
+        ({}, {"tail_dtype": torch.float16}, "tail_dtype is float32 or bfloat16"),
+        ({}, {"step_width": 0}, "step_width must be at least 1"),
+        ({}, {"dtype": torch.float16}, "float32 or bfloat16, got torch.float16"),
+        ({}, {"window": 4}, "has no option window; it has row_format, index_format, tail_dtype"),
+    ],
+)
+def test_unserved_folders_of_deepseek_v4_are_refused_before_weights_are_read(
+    v4_folder: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, state: Any, part: str
+) -> None:
+    _refuse_to_read(monkeypatch)
+    _rewrite_config(v4_folder, changes)
+    with pytest.raises(UnsupportedModel, match=part):
+        load_model(v4_folder, device="cpu", **state)
+
+
+@needs_v4
+def test_a_device_without_e4m3_is_refused_before_weights_are_read(
+    v4_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_to_read(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(UnsupportedPlatform, match=r"rows in fp8 need.*cuda:0 has 8\.0"):
+        load_model(v4_folder, device="cuda:0")
+
+
+@needs_v4
+def test_a_config_that_transformers_cannot_read(v4_folder: Path) -> None:
+    _rewrite_config(v4_folder, {"hidden_size": "wide"})
+    with pytest.raises(WeightsError, match=r"config\.json can't be loaded.*hidden_size"):
+        load_model(v4_folder, device="cpu")
+
+
+@needs_v4
+def test_a_body_without_its_head_is_no_model() -> None:
+    with pytest.raises(UnsupportedModel, match="DeepseekV4ForCausalLM, got DeepseekV4Model"):
+        load_model(tiny_v4_model().model)
+
+
+def test_other_families_take_no_options_of_state(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "model_type 'llama' has no option rewind, row_format; it has none"
+    for source in (folder, tiny_model()):
+        assert isinstance(load_model(source, device="cpu"), TransformersDecoder)
+        with pytest.raises(UnsupportedModel, match=said):
+            load_model(source, device="cpu", row_format=RowFormat.FP8, rewind=1)
+    _refuse_to_read(monkeypatch)
+    with pytest.raises(UnsupportedModel, match=said):
+        load_model(folder, device="cpu", rewind=0, row_format=None)
+
+
+def _refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+
+
+def _rewrite_config(folder: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def test_something_else_altogether() -> None:

@@ -39,6 +39,75 @@ def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return model
 
 
+V4_PATTERN = [
+    "sliding_attention",
+    "sliding_attention",
+    *["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+]
+V4_YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
+def tiny_v4_config(**changes: Any) -> Any:
+    """A DeepSeek-V4 of 6 layers, window 16, blocks of 4 and 16 tokens, entries of 64 dims."""
+    from transformers import DeepseekV4Config
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": len(V4_PATTERN),
+        "layer_types": V4_PATTERN,
+        "compress_rates": {
+            "compressed_sparse_attention": 4,
+            "heavily_compressed_attention": 16,
+        },
+        "sliding_window": 16,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 108,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 1024,
+        "rope_parameters": V4_YARN,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return DeepseekV4Config(**{**settings, **changes})
+
+
+def tiny_v4_model(seed: int = 0, **changes: Any) -> Any:
+    """A random DeepSeek-V4 in float32, none of whose parts is neutral: norms, sinks, biases."""
+    from transformers import DeepseekV4ForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    model = DeepseekV4ForCausalLM(tiny_v4_config(**changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.2, generator=generator)
+            if "norm" in name:
+                parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                experts = model.config.n_routed_experts
+                drawn = torch.rand(buffer.shape[0], experts, generator=generator)
+                buffer.copy_(drawn.argsort(1)[:, : buffer.shape[1]])
+            elif name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2, generator=generator)
+    return model
+
+
 def write_gguf(
     path: Path,
     model: LlamaForCausalLM,
