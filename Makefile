@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from
 #   REUSE_TORCH=1       when .venv is made: use the torch that PYTHON imports, and what lies beside
 #                       it, instead of installing the pinned one
+#   WORKERS=2           processes that share the tests
 #   ARGS=...            more arguments for test, bench and demo
 
 VENV := .venv
@@ -13,6 +14,7 @@ BORROWED := torch-of-parent.pth
 PYTHON ?= python3
 ARGS ?=
 TOKENS ?= 48
+WORKERS ?= 2
 
 # Looked up when a recipe runs. A borrowed torch has a version of its own.
 CONSTRAINTS = $(if $(wildcard $(VENV)/lib/python3*/site-packages/$(BORROWED)),,-c constraints.txt)
@@ -45,7 +47,7 @@ demo: $(READY)
 	    --prompt "Explain in one sentence what a GPU is." $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
