@@ -171,6 +171,7 @@ class EntryRequests:
         block_tokens: a multiple of every compression.
         slots, context: of the state.
         copies: blocks are enough for so many checkpoints of whole contexts.
+        device: of the state.
         rounding: of q, kv and index_q: `Bf16()` for inputs in bfloat16.
 
     Attributes:
@@ -186,10 +187,12 @@ class EntryRequests:
         slots: int = 3,
         context: int = 48,
         copies: int = 2,
+        device: str = "cpu",
         rounding: OracleRow | None = None,
     ) -> None:
         self.schemas, self.slots, self.context = tuple(schemas), slots, context
         self.q, self.k = schemas[0].step_width, schemas[0].rewind
+        self.device = device
         self.random = np.random.default_rng(seed)
         self.params = [params_of(schema, self.random) for schema in schemas]
         self.rounding = rounding
@@ -209,7 +212,7 @@ class EntryRequests:
             max_requests=self.slots,
             max_context=self.context,
             vocab_size=2,
-            device="cpu",
+            device=self.device,
             block_tokens=block_tokens,
             kv_blocks=(self.slots + copies) * -(-self.context // block_tokens),
             clock=self.clock,
@@ -407,7 +410,8 @@ class EntryRequests:
         """Scalars, and every row that a token to come may read."""
         story, row, state = self.stories[handle], self.row(handle), self.state
         fields = [int(part[row]) for part in (state.len, state.high, state.floor, state.limit)]
-        assert fields == [story.length, story.high, story.floor, story.limit]
+        wanted = [story.length, story.high, story.floor, story.limit]
+        assert fields == wanted, "lengths are wrong"
         assert bool(state.done[row]) == story.done
         for layer, history in zip(self.layers, story.histories, strict=True):
             cache, length = layer.cache, story.length
@@ -455,9 +459,16 @@ class EntryRequests:
 
     # --- private ----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def _there(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def _rotation(self, inv_freq: np.ndarray, positions: np.ndarray, used: np.ndarray) -> Rotation:
+        angle = positions[:, None].astype(np.float64) * inv_freq
+        turns = (np.where(used[:, None], turn(angle), np.nan) for turn in (np.cos, np.sin))
+        return Rotation(*(self._there(turn.astype(np.float32)) for turn in turns))
 
     @staticmethod
     def _lines(runs: Iterable[int], padding: Iterable[int]) -> list[int | None]:
@@ -483,7 +494,7 @@ class EntryRequests:
             if handle is not None:
                 count = len(taken[handle])
                 slots[line, :count], positions[line, :count] = self.row(handle), taken[handle]
-        flat = [torch.from_numpy(part.ravel()) for part in (slots, positions)]
+        flat = [self._there(part.ravel()) for part in (slots, positions)]
         return Batch(*flat, torch.zeros_like(flat[0]), q_len, self.state, prefill=True)
 
     def _grow(self, story: Story, run: int, kept: int) -> None:
@@ -540,7 +551,7 @@ class EntryRequests:
             inputs,
             batch,
             scale=params.norm_weight.shape[0] ** -0.5,
-            sinks=torch.from_numpy(params.sink),
+            sinks=self._there(params.sink),
         )
         for old, (new, written) in zip(before, self._places(layer, batch), strict=True):
             _check_writes(old, new, written)
@@ -551,7 +562,7 @@ class EntryRequests:
         self, schema: LayerCacheSchema, out: Tensor, absorbed: list[Absorbed | None]
     ) -> None:
         index = self.schemas.index(schema)
-        for got, token in zip(out.float().numpy(), absorbed, strict=True):
+        for got, token in zip(out.float().cpu().numpy(), absorbed, strict=True):
             if token is None:
                 assert (got == 0).all(), "padding gave something else than zeros"
                 continue
@@ -572,29 +583,27 @@ class EntryRequests:
                 nothing = np.full(shape, np.nan, np.float32)
                 rows = [nothing if a is None else getattr(a.tokens[index], name) for a in absorbed]
                 dtype = self.dtype if name in ("q", "kv", "index_q") else torch.float32
-                given[name] = torch.from_numpy(np.stack(rows)).to(dtype)
-        real, positions = (batch.slots >= 0).numpy(), batch.positions.numpy()
+                given[name] = self._there(np.stack(rows)).to(dtype)
+        real, positions = (batch.slots >= 0).cpu().numpy(), batch.positions.cpu().numpy()
         m = schema.compression
         compressor = indexer = block_rotation = None
         if params.compressor is not None:
             completes = real & ((positions + 1) % m == 0)
-            block_rotation = _rotation(params.inv_freq, positions + 1 - m, completes)
+            block_rotation = self._rotation(params.inv_freq, positions + 1 - m, completes)
             weights = (params.compressor.bias, params.compressor.norm_weight)
-            compressor = CompressorInputs(given["c"], given["z"], *map(torch.from_numpy, weights))
+            compressor = CompressorInputs(given["c"], given["z"], *map(self._there, weights))
         if params.indexer is not None:
             keys = params.indexer.compressor
             weights = (keys.bias, keys.norm_weight)
             indexer = IndexInputs(
                 given["index_q"],
                 given["index_weights"],
-                CompressorInputs(
-                    given["index_c"], given["index_z"], *map(torch.from_numpy, weights)
-                ),
+                CompressorInputs(given["index_c"], given["index_z"], *map(self._there, weights)),
             )
         return given["q"], EntryInputs(
             given["kv"],
-            torch.from_numpy(params.norm_weight),
-            _rotation(params.inv_freq, positions, real),
+            self._there(params.norm_weight),
+            self._rotation(params.inv_freq, positions, real),
             block_rotation,
             compressor,
             indexer,
@@ -631,12 +640,6 @@ def _tail_start(schema: LayerCacheSchema, length: int) -> int:
     return max(0, (length // schema.compression - overlap) * schema.compression)
 
 
-def _rotation(inv_freq: np.ndarray, positions: np.ndarray, used: np.ndarray) -> Rotation:
-    angle = positions[:, None].astype(np.float64) * inv_freq
-    turns = (np.where(used[:, None], turn(angle), np.nan) for turn in (np.cos, np.sin))
-    return Rotation(*(torch.from_numpy(turn.astype(np.float32)) for turn in turns))
-
-
 def _bits(tensor: Tensor) -> Tensor:
     """[rows, n, .] integers that are equal where bytes are."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -667,7 +670,7 @@ def _same_row(
 ) -> None:
     """A stored row is what the oracle has stored, to a code."""
     parts = Rows(*(None if part is None else part[place, at] for part in rows))
-    got = kind.decode(parts).numpy()
+    got = kind.decode(parts).cpu().numpy()
     error = ROW_ERROR[row_format]
     assert np.allclose(got, wanted, rtol=error, atol=error / 16), "a stored row is wrong"
 
@@ -693,4 +696,5 @@ def _check_tails(layer: EntryLayer, history: Layer, row: int) -> None:
                 z = getattr(token, names[1]) + compressor.bias[position % m]
                 for ring, wanted in ((values, c), (gates, z)):
                     kept = compressor.tail.roundtrip(wanted[columns])
-                    assert (ring[row, at].float().numpy() == kept).all(), "a tail row is wrong"
+                    got = ring[row, at].float().cpu().numpy()
+                    assert (got == kept).all(), "a tail row is wrong"

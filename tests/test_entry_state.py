@@ -2,17 +2,19 @@
 
 Requests come, grow, step, fork, go back, rest in checkpoints and leave in any order, on memory that
 starts as NaN and is never wiped (`tests.entry_requests`). The same machine must find every fault
-that is put into rings, compressor, attention and blocks on purpose.
+that is put into rings, compressor, attention and blocks on purpose (`tests.test_entry_faults`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -200,10 +202,17 @@ ACTIONS: dict[Callable[[EntryRequests, Chooser], None], Callable[[EntryRequests]
 OFTEN = [step, step, step, plain_steps, chunk, chunk, admit, rewind_as_promised, fork_and_go_back]
 
 
-def drive(world: EntryRequests, choose: Chooser, actions: int) -> None:
-    """Random actions, and all memory checked every few of them."""
+def drive(
+    world: EntryRequests,
+    choose: Chooser,
+    actions: int,
+    favoured: Sequence[Callable[[EntryRequests, Chooser], None]] = (),
+) -> None:
+    """Random actions, some of them as likely as all others; all memory checked every few."""
+    often = [*ACTIONS, *OFTEN]
+    often += [action for action in favoured for _ in range(len(often) // len(favoured))]
     for number in range(actions):
-        can = [action for action in (*ACTIONS, *OFTEN) if ACTIONS[action](world)]
+        can = [action for action in often if ACTIONS[action](world)]
         one_of(choose, can)(world, choose)
         if number % 4 == 0:
             for handle in world.stories:
@@ -216,7 +225,7 @@ def drive(world: EntryRequests, choose: Chooser, actions: int) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """One layer each of SWA, HCA, CSA that sees all and CSA that selects."""
+    """One layer each of SWA, HCA, CSA that sees all and CSA that selects, or some of them."""
 
     window: int
     hca: int
@@ -232,6 +241,7 @@ class Layout:
     dims: tuple[int, int] = (24, 8)
     top_k: int = 3
     schema: type[LayerCacheSchema] = LayerCacheSchema
+    layers: tuple[int, ...] = (0, 1, 2, 3)
 
     @property
     def schemas(self) -> list[LayerCacheSchema]:
@@ -242,16 +252,20 @@ class Layout:
             self.top_k,
             row_format=RowFormat.FP8 if plain else self.row_format,
         )
-        return [
+        schemas = [
             self._schema(AttentionType.SWA),
             self._schema(AttentionType.HCA, compression=self.hca),
             self._schema(AttentionType.CSA, compression=self.csa),
             self._schema(AttentionType.CSA, compression=self.indexed, indexer=indexer),
         ]
+        return [schemas[layer] for layer in self.layers]
+
+    @property
+    def block_tokens(self) -> int:
+        return self.blocks * math.lcm(self.hca, self.csa, self.indexed)
 
     def world(self, seed: int, **options: Any) -> EntryRequests:
-        tokens = self.blocks * math.lcm(self.hca, self.csa, self.indexed)
-        return EntryRequests(self.schemas, seed=seed, block_tokens=tokens, **options)
+        return EntryRequests(self.schemas, seed=seed, block_tokens=self.block_tokens, **options)
 
     def _schema(self, kind: AttentionType, **options: Any) -> LayerCacheSchema:
         return self.schema(
@@ -264,6 +278,64 @@ class Layout:
             tail_dtype=self.tail_dtype,
             **options,
         )
+
+
+FORMATS = [
+    (RowFormat.FP32, torch.float32),
+    (RowFormat.FP8, torch.float32),
+    (RowFormat.FP32, torch.bfloat16),
+    (RowFormat.BF16, torch.bfloat16),
+    (RowFormat.FP8, torch.bfloat16),
+]
+"""Of rows, and of tails."""
+
+
+def _layouts() -> list[Layout]:
+    """Windows, ratios, widths of a step and promises, of any two of which every pair occurs."""
+    ratios, layouts = [1, 2, 4, 8], []
+    for a, b, c in itertools.product(range(4), repeat=3):
+        row_format, tail_dtype = FORMATS[len(layouts) % len(FORMATS)]
+        layout = Layout(
+            window=[5, 1, 8, 16][a],
+            hca=ratios[b],
+            csa=ratios[(a + b + c) % 4],
+            indexed=ratios[(b + c) % 4],
+            q=1 + c,
+            k=(a + b) % 4,
+            blocks=1 + (a + 2 * b) % 3,
+            row_format=row_format,
+            tail_dtype=tail_dtype,
+            # For time's sake.
+            layers=[(1, 2, 3), (0, 1, 3)][(a + b // 2 + c) % 2],
+        )
+        layouts.append(layout)
+    return layouts
+
+
+LAYOUTS = _layouts()
+LAYOUTS += [
+    Layout(*sizes, row_format=RowFormat.MODEL1, tail_dtype=tail_dtype, dims=(512, 64))
+    for sizes, tail_dtype in (
+        ((5, 4, 2, 2, 2, 1), torch.float32),
+        ((8, 2, 4, 1, 3, 2), torch.bfloat16),
+    )
+]
+
+
+def on_devices(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
+    """Each case on the CPU, and of every so many one on a GPU, for which kernels are compiled."""
+    on_gpu = [pytest.param(*case, "cuda", marks=pytest.mark.gpu) for case in cases[::every]]
+    return [(*case, "cpu") for case in cases] + on_gpu
+
+
+@pytest.mark.parametrize(
+    ("number", "device"), on_devices([(number,) for number in range(len(LAYOUTS))], every=13)
+)
+def test_a_layout_under_some_history(number: int, device: str) -> None:
+    layout = LAYOUTS[number]
+    world = layout.world(number, device=device)
+    world.admit(layout.window + 2, chunk=9)
+    drive(world, Seeded(number), 5)
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -302,7 +374,7 @@ for _action in ACTIONS:
 
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(
-    max_examples=40,
+    max_examples=20,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,
