@@ -462,10 +462,10 @@ class DecodeRuntime:
             self._epoch += 1
             self.state.rewind(slot, length)
 
-    def checkpoint(self, slot: int) -> Checkpoint:
+    def checkpoint(self, slot: int, *, minimal: bool = False) -> Checkpoint:
         """All that a slot owns, to be restored later; see `DecodeState.checkpoint`."""
         with self._at_work():
-            return self.state.checkpoint(slot)
+            return self.state.checkpoint(slot, minimal=minimal)
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Admit a request in a checkpoint's state; see `DecodeState.restore`."""

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .errors import CaptureError
+from .source import user_line
 
 __all__ = ["StepWatch", "storage_key", "tensors_in", "written_tensors"]
 
 # A step is watched while it runs on padding rows, where these write nothing (their tests show it).
 # What they may write is the bulk of all state, too much to keep a copy of.
-SAFE_AT_PADDING = frozenset({"graphcache::kv_append", "graphcache::absorb", "graphcache::advance"})
+SAFE_AT_PADDING = frozenset(
+    {
+        "graphcache::kv_append",
+        "graphcache::absorb",
+        "graphcache::advance",
+        "graphcache::fork_slots",
+    }
+)
+# Whose slots are not those of the batch: a step brings them, and they must be padding by then.
+PAIRED = "graphcache::fork_slots"
 
 
 def tensors_in(*trees: Any) -> list[Tensor]:
@@ -73,6 +86,8 @@ class StepWatch(TorchDispatchMode):
         for key, tensor in given.items():
             if key not in self._made:
                 self.external.setdefault(key, tensor)
+        if self._preserve and func.name() == PAIRED:
+            _check_pairs(*args[1:3])
         if self._preserve and func.name() not in SAFE_AT_PADDING:
             for tensor in written_tensors(func, args, kwargs):
                 self._save(tensor)
@@ -97,3 +112,16 @@ class StepWatch(TorchDispatchMode):
             return
         self._saved_places.add(place)
         self._saved.append((tensor, tensor.detach().clone()))
+
+
+def _check_pairs(slot_in: Tensor, slot_out: Tensor) -> None:
+    # Modes are off in here, but not the net over Python's methods, to which this is a host read.
+    with torch._C.DisableTorchFunction():
+        live = bool(((slot_in >= 0) & (slot_out >= 0)).any())
+    if live:
+        raise CaptureError(
+            "fork_slots was given slots while the step was rehearsed: it would fork them. Fill "
+            "slot_out with -1 before capture; each replay reads it anew",
+            operation=PAIRED,
+            source=user_line(),
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .block_store import BlockStore
 from .errors import StaleSlot
+from .kept import ByteRange, unpack
 from .request import RequestOptions
 
 __all__ = ["Checkpoint"]
@@ -22,7 +23,8 @@ class Checkpoint:
     Belongs to the thread that its runtime belongs to.
 
     Attributes:
-        row_bytes: [row_stride_bytes] uint8: the slot's row of the arena, tokens included.
+        row_bytes: [row_stride_bytes] uint8: the slot's row of the arena, tokens included. Of a
+            minimal checkpoint [sum of `kept`], those ranges of it.
         options: of the request.
         length: tokens absorbed.
         limit: tokens at which the request's budget ends; 0 for a request without tokens.
@@ -31,6 +33,7 @@ class Checkpoint:
         store: where the held blocks are; None once on the host, or without such layers.
         held: blocks of K and V, shared with whoever uses them too.
         block_bytes: [blocks, block_bytes] uint8 on the host, once `to_host` was called.
+        kept: ranges of the row's bytes that a minimal checkpoint has; None for a whole row.
     """
 
     row_bytes: Tensor
@@ -42,6 +45,7 @@ class Checkpoint:
     store: BlockStore | None
     held: list[int]
     block_bytes: Tensor | None = None
+    kept: tuple[ByteRange, ...] | None = None
     released: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +54,18 @@ class Checkpoint:
         if self.row_bytes.is_cuda:
             self._taken = torch.cuda.Event()
             self._taken.record()
+
+    @property
+    def minimal(self) -> bool:
+        """Whether it has only what is needed to go on from its length."""
+        return self.kept is not None
+
+    def memory_bytes(self) -> int:
+        """Bytes it holds, on the device or the host; blocks that others use too are counted."""
+        blocks = 0 if self.block_bytes is None else self.block_bytes.numel()
+        if self.store is not None:
+            blocks += len(self.held) * self.store.pool.row_stride_bytes
+        return self.row_bytes.numel() + blocks
 
     def to_host(self) -> Checkpoint:
         """Copy everything to host memory and give up the blocks; waits for the copies.
@@ -87,9 +103,15 @@ class Checkpoint:
                 torch.cuda.current_stream(source.device).synchronize()
 
     def copy_row(self, target: Tensor) -> None:
-        """Copy the slot's row to `target` [row_stride_bytes], on the current stream."""
+        """Copy the slot's row to `target` [row_stride_bytes], on the current stream.
+
+        Of a minimal checkpoint only what it has: the rest of `target` stays as it is.
+        """
         self._wait()
-        target.copy_(self.row_bytes)
+        if self.kept is None:
+            target.copy_(self.row_bytes)
+        else:
+            unpack(self.row_bytes.to(target.device), self.kept, target)
         if self.row_bytes.is_cuda:
             self.row_bytes.record_stream(torch.cuda.current_stream(self.row_bytes.device))
 

@@ -12,6 +12,7 @@ Device work of every method is in the order of the current stream.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,12 +23,14 @@ from torch import Tensor
 from .batch import Batch
 from .block_store import BlockStore
 from .checkpoint import Checkpoint
-from .control import Control, Lengths
+from .control import Control, Lengths, control_fields
 from .errors import ContextFull, InvalidRequest, LayoutMismatch, SchemaError
 from .finish import FinishReason
+from .kept import ByteRange, KeptRows, merged, pack
 from .layout import LayerSchema, block_fields, derived_modulus, make_layers, slot_fields
 from .ops.advance import advance
 from .ops.begin_step import begin_step
+from .ops.fork_slots import fork_slots
 from .ops.sample import sample
 from .pool import Field, StatePool
 from .request import (
@@ -81,7 +84,7 @@ class DecodeState:
             `tokens[slot, len]`.
 
     Raises:
-        SchemaError, UnsupportedLayer: when the state can't be laid out.
+        SchemaError: when the state can't be laid out.
     """
 
     def __init__(
@@ -116,6 +119,9 @@ class DecodeState:
         # Without a reset a recycled slot would keep what the earlier request had there.
         self._model_fields = {field.name: replace(field, reset=True) for field in fields}
         modulus = derived_modulus(self.schemas)
+        # Of a row, what belongs to no layer; the tokens apart.
+        self._scalars = [field.name for field in control_fields(len(modulus))]
+        self._scalars += self._model_fields
         self.pool = StatePool(
             slot_fields(self.schemas, self._model_fields.values(), max_context),
             max_requests,
@@ -179,6 +185,43 @@ class DecodeState:
             sampled, accepted, requested, batch.slots, batch.q_len, self.len, self.high,
             self.done, self.tokens, self.limit, self.pool["stop"], self.vocab_size,
             self._control.derived, self._control.modulus,
+        )  # fmt: skip
+
+    def fork_slots(self, slot_in: Tensor, slot_out: Tensor) -> None:
+        """Make each `slot_out[i]` go on from where `slot_in[i]` is; a fork inside a step. One node.
+
+        Copies the whole row, `len`, `high`, `floor`, `done`, `limit` and tokens included, and the
+        blocks with tokens that the two do not share. What `slot_out` keeps is the seed of its draws
+        and its block table. A pair with -1 in it does nothing; a replay reads the pairs anew.
+
+        The host must have seen to it that
+
+        - both are live slots, and no slot is `slot_out` of two pairs, or both in and out;
+        - `slot_out` has blocks for as many positions as `slot_in`: opened or forked with a budget
+          that ends no earlier;
+        - where `slot_out` has another block than `slot_in`, nobody else uses it: what a third slot
+          or a checkpoint shares with it would be overwritten. `rewind(slot_out, 0)` makes all its
+          blocks its own.
+
+        To be called before the step's layers absorb anything, or after `advance`, and not between
+        `begin` and `advance` of a step in which `slot_out` runs. A capture rehearses the step:
+        every pair must have a -1 then. Runs on the current stream without synchronizing.
+
+        Args:
+            slot_in: [N] int32, contiguous: rows to go on from, -1 for none.
+            slot_out: [N] int32, contiguous: rows that become them, -1 for none.
+
+        Raises:
+            SchemaError: for other dtypes or shapes.
+        """
+        blocks = self.blocks
+        if blocks is None:
+            self._copy_rows(slot_in, slot_out)
+            return
+        fork_slots(
+            self.pool.arena, slot_in, slot_out, kept=self.pool.byte_range("seed"),
+            blocks=blocks.pool.arena, table=blocks.table, length=self.len,
+            block_tokens=blocks.block_tokens,
         )  # fmt: skip
 
     # --- a request's life ------------------------------------------------------------------------
@@ -342,7 +385,8 @@ class DecodeState:
         except Exception:
             self.slots.retire(forked)
             raise
-        self.pool.copy_row(row, target)
+        # The store has shared or copied the blocks.
+        self._copy_rows(*(self._row_on_device(each) for each in (row, target)))
         self._control.write(target, seed=options.seed)
         self._rows[target] = _Row(options, fresh=known.fresh)
         if self.slots.phase(handle) is SlotPhase.LIVE:
@@ -380,18 +424,32 @@ class DecodeState:
         self._control.write(row, done=int(ended if spent else FinishReason.NONE))
         self._control.write_length(row, length, high)
 
-    def checkpoint(self, handle: int) -> Checkpoint:
+    def checkpoint(self, handle: int, *, minimal: bool = False) -> Checkpoint:
         """All that a slot owns, kept until it is released; the slot goes on as before.
 
         Waits for the steps submitted so far. Full blocks are shared, all else is copied.
 
+        The minimal form leaves out what no token to come reads: rows of rings that only a rewind,
+        or a step of many tokens, would need. A slot restored from it can't be rewound to before it.
+        It exists where no compressed entry is half complete: at multiples of every compression.
+
+        Args:
+            handle: of the slot.
+            minimal: the minimal form.
+
         Raises:
+            InvalidRequest: for the minimal form at another length.
             BlocksExhausted, InvalidSlot, StaleSlot.
         """
         row = self.slots.whole_row_of(handle)
         known = self._rows[row]
         length, _, _, limit = self._lengths(row)
-        row_bytes = self.pool.arena[row].clone()
+        kept = None
+        if minimal:
+            self._check_boundary(handle, length)
+            kept = self._kept_bytes(length)
+        source = self.pool.arena[row]
+        row_bytes = source.clone() if kept is None else pack(source, kept)
         held = self.blocks.hold(row, length) if self.blocks is not None else []
         return Checkpoint(
             row_bytes=row_bytes,
@@ -402,10 +460,13 @@ class DecodeState:
             fingerprint=self.fingerprint,
             store=self.blocks,
             held=held,
+            kept=kept,
         )
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Admit a request in exactly the state of a checkpoint; returns its handle.
+
+        From a minimal one, `floor` and `high` become its length.
 
         Raises:
             LayoutMismatch: for a checkpoint of another layout.
@@ -425,7 +486,13 @@ class DecodeState:
         except Exception:
             self.slots.retire(handle)
             raise
+        if checkpoint.minimal:
+            # Tags of window rows that are not kept must not name positions.
+            self.pool.reset_row(row)
         checkpoint.copy_row(self.pool.arena[row])
+        if checkpoint.minimal:
+            length = checkpoint.length
+            self._control.write(row, len=length, high=length, floor=length)
         self._rows[row] = _Row(checkpoint.options, fresh=not checkpoint.limit)
         if checkpoint.live:
             self.slots.mark_live(row)
@@ -512,6 +579,33 @@ class DecodeState:
                 raise InvalidRequest(f"the model declares no field {name!r}; it declares {known}")
             values[name] = field_value(field, value)
         return values
+
+    def _row_on_device(self, row: int) -> Tensor:
+        return torch.full((1,), row, dtype=torch.int32, device=self.device)
+
+    def _copy_rows(self, slot_in: Tensor, slot_out: Tensor) -> None:
+        """Copy all that slots own but their blocks; seeds stay."""
+        fork_slots(self.pool.arena, slot_in, slot_out, kept=self.pool.byte_range("seed"))
+
+    def _check_boundary(self, handle: int, length: int) -> None:
+        every = math.lcm(*(layer.boundary for layer in self.layers))
+        if length % every:
+            below = length // every * every
+            raise InvalidRequest(
+                f"a minimal checkpoint exists at multiples of {every} tokens, and slot {handle} "
+                f"has absorbed {length}: the nearest are {below} and {below + every}. Rewind, "
+                "step on, or take a whole checkpoint"
+            )
+
+    def _kept_bytes(self, length: int) -> tuple[ByteRange, ...]:
+        """What a minimal checkpoint at `length` has of a row."""
+        ranges = [self.pool.byte_range(name) for name in self._scalars]
+        kept = [KeptRows(self.tokens, range(length + 1))]
+        for layer in self.layers:
+            kept += layer.kept_rows(length)
+        for rows in kept:
+            ranges += rows.byte_ranges()
+        return merged(ranges)
 
     def _lengths(self, row: int) -> Lengths:
         """The slot's lengths once the steps submitted so far have completed."""

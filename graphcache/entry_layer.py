@@ -10,6 +10,7 @@ from torch import Tensor
 from .batch import Batch
 from .block_store import BlockStore
 from .errors import SchemaError
+from .kept import KeptRows
 from .ops.absorb import Compressor, Rotation, TailParts, absorb
 from .ops.entry_attention import entry_attention
 from .ops.index_select import index_select
@@ -136,6 +137,15 @@ class EntryLayer:
         if schema.indexer is not None:
             fields += schema.indexer.row.fields(f"{prefix}keys", count)
         return fields
+
+    @property
+    def boundary(self) -> int:
+        """At lengths that are multiples of it no compressed entry is half complete."""
+        return self.schema.compression or 1
+
+    def kept_rows(self, length: int) -> list[KeptRows]:
+        """What a slot of `length` tokens needs of its row to go on; see `StateCachePool`."""
+        return self.cache.kept_rows(length)
 
     def attend(
         self, query: Tensor, inputs: EntryInputs, batch: Batch, *, scale: float, sinks: Tensor

@@ -6,10 +6,12 @@ from torch import Tensor
 
 from .batch import Batch
 from .errors import SchemaError
+from .kept import KeptRows
 from .ops._kv import check_attention
 from .ops.decode_attention import decode_attention
 from .ops.kv_append import kv_append
 from .ops.prefill_attention import prefill_attention
+from .rings import WindowRing
 from .schema import KVLayerSchema
 
 __all__ = ["KVLayer"]
@@ -25,11 +27,22 @@ class KVLayer:
         table: [max_requests + 1, width] int32 when k and v are blocks; None for rings.
     """
 
+    boundary = 1
+    """At lengths that are multiples of it no compressed entry is half complete: at all."""
+
     def __init__(self, schema: KVLayerSchema, k: Tensor, v: Tensor, table: Tensor | None) -> None:
         self.schema = schema
         self.k = k
         self.v = v
         self.table = table
+
+    def kept_rows(self, length: int) -> list[KeptRows]:
+        """What a slot of `length` tokens needs of its row to go on: of K, V in blocks, nothing."""
+        if self.schema.window is None:
+            return []
+        needed = WindowRing(self.k.shape[2], self.schema.window).needed(length)
+        heads = (*self.k.unbind(1), *self.v.unbind(1))
+        return [KeptRows(ring, needed) for ring in heads]
 
     def attend(
         self,

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from .errors import InvalidSlot, SchemaError
+from .kept import KeptRows
 from .ops.absorb import TailParts, WindowParts, absorb
 from .pool import Field, StatePool
+from .rings import TailRing, WindowRing
 from .rows import RowFormat
 from .schema import LayerCacheSchema
 
@@ -155,6 +157,26 @@ class StateCachePool:
     def window_parts(self) -> WindowParts:
         """The window's rows and the position that each holds."""
         return WindowParts(self.swa, self.swa_pos)
+
+    def kept_rows(self, length: int) -> list[KeptRows]:
+        """The rows that a slot of `length` tokens needs to go on; all others may be anything.
+
+        That is the window before the next token, what the open block has so far, and with overlap
+        the previous stream of the block before it.
+        """
+        window = WindowRing(self.rows, self.window).needed(length)
+        kept = [KeptRows(ring, window) for ring in (*self.swa.parts(), self.swa_pos)]
+        rows, m = self.schema.tail_buffer_size, self.schema.compression
+        for tail in (self.tail, self.index_tail):
+            if tail is None:
+                continue
+            current = TailRing(rows, m, 0).needed(length)
+            kept += [KeptRows(ring, current) for ring in (tail.values, tail.gates)]
+            if tail.previous_values is not None and tail.previous_gates is not None:
+                previous = TailRing(rows, m, 1).needed(length)
+                rings = (tail.previous_values, tail.previous_gates)
+                kept += [KeptRows(ring, previous) for ring in rings]
+        return kept
 
     def reset_slot(self, slot: int) -> None:
         """Make a slot ready for a new request: tags -1, head and tail length 0.
