@@ -96,7 +96,7 @@ def generate(
     prompts = _read_prompts(prompt, prompts_file)
     quiet = as_json or not messages.is_terminal
     silence_libraries()
-    from graphcache.models import block_tokens_for, load_model
+    from graphcache.models import load_model
 
     started = time.perf_counter()
     with messages.status("loading weights", spinner="dots"):
@@ -110,7 +110,6 @@ def generate(
         max_requests=slots,
         max_context=context,
         ladder=Ladder.powers_of_two(slots),
-        block_tokens=block_tokens_for(decoder.schemas),
     ) as runtime:
         report = runtime.capture(progress=not quiet)
         answers = _Answers(decoder, prompts, shown=not as_json)

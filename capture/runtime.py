@@ -69,7 +69,8 @@ class DecodeRuntime:
         max_context: most tokens of a request; None for the model's.
         ladder: batch sizes to capture; None for powers of two up to `max_requests`.
         backend: "cuda_graph", "tape", or "auto" for what suits the model's device.
-        block_tokens: tokens in a block of K and V.
+        block_tokens: tokens in a block of what grows with length; None for 64, or the next number
+            that every layer's compressed entries fill evenly.
         kv_blocks: blocks; None for as many as `max_requests` full contexts take.
         sampler: captured `(logits [T, V], batch) -> tokens [T] int32`; None for the state's.
         prefill_chunk: most prompt tokens absorbed by one run of the model.
@@ -95,7 +96,7 @@ class DecodeRuntime:
         max_context: int | None = None,
         ladder: Ladder | None = None,
         backend: str = "auto",
-        block_tokens: int = 64,
+        block_tokens: int | None = None,
         kv_blocks: int | None = None,
         sampler: Sampler | None = None,
         prefill_chunk: int = 512,

@@ -27,7 +27,14 @@ from .control import Control, Lengths, control_fields
 from .errors import ContextFull, InvalidRequest, LayoutMismatch, SchemaError
 from .finish import FinishReason
 from .kept import ByteRange, KeptRows, merged, pack
-from .layout import LayerSchema, block_fields, derived_modulus, make_layers, slot_fields
+from .layout import (
+    LayerSchema,
+    block_fields,
+    block_tokens_for,
+    derived_modulus,
+    make_layers,
+    slot_fields,
+)
 from .ops.advance import advance
 from .ops.begin_step import begin_step
 from .ops.fork_slots import fork_slots
@@ -68,7 +75,8 @@ class DecodeState:
         vocab_size: token ids lie below it.
         device: of all state.
         fields: what a model keeps by slot besides; set by `open(fields=)`, else at its initial.
-        block_tokens: tokens in a block; with compressed entries a multiple of every compression.
+        block_tokens: tokens in a block, a multiple of every compression; None for the first that
+            is, from 64 on.
         kv_blocks: blocks; None for as many as `max_requests` full contexts take.
         stop_tokens: ids that end an answer unless a request names its own.
         clock: of the steps that run on this state.
@@ -96,7 +104,7 @@ class DecodeState:
         vocab_size: int,
         device: torch.device | str = "cuda",
         fields: Iterable[Field] = (),
-        block_tokens: int = 64,
+        block_tokens: int | None = None,
         kv_blocks: int | None = None,
         stop_tokens: Sequence[int] = (),
         clock: StepClock | None = None,
@@ -119,6 +127,10 @@ class DecodeState:
         # Without a reset a recycled slot would keep what the earlier request had there.
         self._model_fields = {field.name: replace(field, reset=True) for field in fields}
         modulus = derived_modulus(self.schemas)
+        if block_tokens is None:
+            block_tokens = block_tokens_for(self.schemas)
+        # Before any memory is taken: it may refuse.
+        grows = block_fields(self.schemas, block_tokens)
         # Of a row, what belongs to no layer; the tokens apart.
         self._scalars = [field.name for field in control_fields(len(modulus))]
         self._scalars += self._model_fields
@@ -129,7 +141,7 @@ class DecodeState:
         )
         self._uploads = Uploads(self.device, max(4096, 4 * max_context))
         self._control = Control(self.pool, self._uploads, modulus)
-        self.blocks = self._make_blocks(block_tokens, kv_blocks)
+        self.blocks = self._make_blocks(grows, block_tokens, kv_blocks)
         self.layers = make_layers(self.schemas, self.pool, self.blocks, self._control.derived)
 
         self.len = self.pool["len"]
@@ -537,10 +549,9 @@ class DecodeState:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _make_blocks(self, block_tokens: int, kv_blocks: int | None) -> BlockStore | None:
-        if block_tokens < 1:
-            raise SchemaError(f"block_tokens must be at least 1, got {block_tokens}")
-        fields = block_fields(self.schemas, block_tokens)
+    def _make_blocks(
+        self, fields: Sequence[Field], block_tokens: int, kv_blocks: int | None
+    ) -> BlockStore | None:
         if not fields:
             return None
         return BlockStore(

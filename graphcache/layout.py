@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -11,12 +12,21 @@ from torch import Tensor
 from .block_store import BlockStore
 from .control import control_fields
 from .entry_layer import EntryLayer
+from .errors import SchemaError
 from .kv_layer import KVLayer
 from .pool import Field, StatePool
 from .schema import KVLayerSchema, LayerCacheSchema
 from .state_cache import StateCachePool
 
-__all__ = ["Layer", "LayerSchema", "block_fields", "derived_modulus", "make_layers", "slot_fields"]
+__all__ = [
+    "Layer",
+    "LayerSchema",
+    "block_fields",
+    "block_tokens_for",
+    "derived_modulus",
+    "make_layers",
+    "slot_fields",
+]
 
 LayerSchema: TypeAlias = KVLayerSchema | LayerCacheSchema
 Layer: TypeAlias = KVLayer | EntryLayer
@@ -32,12 +42,27 @@ def derived_modulus(schemas: Sequence[LayerSchema]) -> list[int]:
     ]
 
 
+def block_tokens_for(schemas: Sequence[LayerSchema], at_least: int = 64) -> int:
+    """Tokens of a block that every layer's compressed entries fill evenly.
+
+    Args:
+        schemas: of the layers.
+        at_least: the answer is the first fitting number from here on.
+    """
+    step = math.lcm(
+        *(s.compression for s in schemas if isinstance(s, LayerCacheSchema) and s.compression)
+    )
+    return -(-at_least // step) * step
+
+
 def block_fields(schemas: Sequence[LayerSchema], block_tokens: int) -> list[Field]:
     """What a block of `block_tokens` tokens holds of the layers that grow with length.
 
     Raises:
-        SchemaError: when a block would not hold whole compressed entries.
+        SchemaError: for a block of no tokens, or of entries that are not whole.
     """
+    if block_tokens < 1:
+        raise SchemaError(f"block_tokens must be at least 1, got {block_tokens}")
     fields: list[Field] = []
     for index, schema in enumerate(schemas):
         if isinstance(schema, LayerCacheSchema):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .contract import DecodeModel
 from .deepseek_v4 import DeepseekV4Decoder
-from .entry_schemas import block_tokens_for, read_entry_schemas
+from .entry_schemas import read_entry_schemas
 from .load import load_model
 from .step_function import StepFunction
 from .text import TextStream
@@ -17,7 +17,6 @@ __all__ = [
     "DeepseekV4Decoder",
     "StepFunction",
     "TextStream",
-    "block_tokens_for",
     "load_model",
     "read_entry_schemas",
 ]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import SchemaError, UnsupportedModel
-from ..layout import LayerSchema
 from ..rows import RowFormat
 from ..schema import AttentionType, IndexerSchema, LayerCacheSchema
 
-__all__ = ["block_tokens_for", "check_written_pattern", "read_entry_schemas"]
+__all__ = ["check_written_pattern", "read_entry_schemas"]
 
 _KINDS = {
     "sliding_attention": AttentionType.SWA,
@@ -107,19 +105,6 @@ def check_written_pattern(written: Mapping[str, Any]) -> None:
                 f"compression ratio {ratio!r} of layer {index} is not served: transformers builds "
                 f"layers of ratio {', '.join(map(str, BUILT_RATIOS))}"
             )
-
-
-def block_tokens_for(schemas: Iterable[LayerSchema], at_least: int = 64) -> int:
-    """Tokens of a block that every layer's compressed entries fill evenly.
-
-    Args:
-        schemas: of the layers.
-        at_least: the answer is the first fitting number from here on.
-    """
-    step = math.lcm(
-        *(s.compression for s in schemas if isinstance(s, LayerCacheSchema) and s.compression)
-    )
-    return -(-at_least // step) * step
 
 
 def _check_options(

@@ -26,7 +26,7 @@ from capture import DecodeRuntime, Ladder, cli
 from graphcache import Batch, DecodeState, RowFormat, entry_layer
 from graphcache.entry_layer import EntryLayer
 from graphcache.errors import ContextFull, SchemaError, UnsupportedModel, UnsupportedPlatform
-from graphcache.models import DeepseekV4Decoder, block_tokens_for, read_entry_schemas
+from graphcache.models import DeepseekV4Decoder, read_entry_schemas
 from graphcache.models.families import check_device, read_schemas
 from tests.capture.support import bits, captured, differing, sync
 from tests.toy import BACKENDS, device_of
@@ -411,7 +411,6 @@ def _logits(decoder: DeepseekV4Decoder, text: list[int], steps: int) -> Tensor:
         max_context=len(text) + 2,
         vocab_size=VOCAB,
         device=decoder.device,
-        block_tokens=block_tokens_for(decoder.schemas),
     )
     handle = state.open()
     state.append_tokens(handle, [*text, 0])

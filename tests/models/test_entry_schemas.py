@@ -12,7 +12,8 @@ from tiny import tiny_v4_config
 
 from graphcache import AttentionType, DecodeState, KVLayerSchema, RowFormat
 from graphcache.errors import SchemaError, UnsupportedModel
-from graphcache.models import block_tokens_for, read_entry_schemas
+from graphcache.layout import block_tokens_for
+from graphcache.models import read_entry_schemas
 from tests.entry_requests import EntryRequests
 
 pytest.importorskip("transformers.models.deepseek_v4")
@@ -276,6 +277,9 @@ def test_blocks_that_every_layer_fills(ratios: list[int], at_least: int, tokens:
     numbers = {"num_hidden_layers": len(ratios), "index_topk": 64}
     schemas = (*read_entry_schemas(_written(numbers, ratios)), KVLayerSchema(2, 8, 8))
     assert block_tokens_for(schemas, at_least) == tokens
+    state = DecodeState(schemas, max_requests=1, max_context=300, vocab_size=9, device="cpu")
+    assert state.blocks is not None
+    assert state.blocks.block_tokens == block_tokens_for(schemas)
 
 
 def test_blocks_that_a_layer_does_not_fill_are_refused() -> None:
