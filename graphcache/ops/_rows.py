@@ -136,19 +136,19 @@ def rotate(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _codes_of(value):  # type: ignore[no-untyped-def]
-    """e4m3 codes to nearest even; 0x7F of a NaN.
+def _codes_of(value, finite):  # type: ignore[no-untyped-def]
+    """e4m3 codes to nearest even; 0x7F where not finite.
 
     A cast may keep a NaN's sign, so NaNs are made positive before it. Not after: ptxas 12.8 loses
     every second code when selections between codes follow a conversion of two.
     """
-    value = tl.where(value == value, value, float("nan"))
+    value = tl.where(finite, value, float("nan"))
     return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @jit
-def _to_codes(value, scale):  # type: ignore[no-untyped-def]
-    """e4m3 codes of value / scale, to nearest even.
+def _divided(value, scale):  # type: ignore[no-untyped-def]
+    """value / scale, near enough that its e4m3 code is the true quotient's.
 
     Without a division's slow path for every element: the reciprocal, then one exact remainder. An
     exhaustive search (every mantissa of the scale, every boundary between two codes, 4 ulp to each
@@ -157,8 +157,7 @@ def _to_codes(value, scale):  # type: ignore[no-untyped-def]
     """
     reciprocal = tl.div_rn(1.0, scale)
     quotient = value * reciprocal
-    quotient = tl.fma(tl.fma(quotient, scale, -value), -reciprocal, quotient)
-    return _codes_of(quotient)
+    return tl.fma(tl.fma(quotient, scale, -value), -reciprocal, quotient)
 
 
 @jit
@@ -195,9 +194,10 @@ def store_row(  # type: ignore[no-untyped-def]
         if FORMAT == 1:
             top = tl.max(bits, axis=0)
             amax = tl.maximum(top.to(tl.float32, bitcast=True), 1e-4)
-            scale = tl.where(top < 0x7F800000, tl.div_rn(amax, 448.0), float("nan"))
+            finite = top < 0x7F800000
+            scale = tl.where(finite, tl.div_rn(amax, 448.0), float("nan"))
             tl.store(scales, scale, mask=write)
-            code = _to_codes(vector, scale)
+            code = _codes_of(_divided(vector, scale), finite)
         else:
             tops = tl.max(tl.reshape(bits, [BLOCK // 64, 64]), axis=1)
             least = tl.maximum(tl.div_rn(tops.to(tl.float32, bitcast=True), 448.0), 1e-4)
@@ -206,11 +206,10 @@ def store_row(  # type: ignore[no-untyped-def]
             exponent = tl.where(tops < 0x7F800000, exponent, 0xFF)
             tile = tl.arange(0, BLOCK // 64)
             tl.store(scales + tile, exponent.to(tl.uint8), mask=write & (tile < CODES // 64))
-            # A division by a power of two is exact. NaN where the tile holds one: not 0 * inf.
+            # A division by a power of two is exact.
             down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-            down = tl.where(tops < 0x7F800000, down, float("nan"))
             tiled = tl.reshape(vector, [BLOCK // 64, 64]) * down[:, None]
-            code = _codes_of(tl.reshape(tiled, [BLOCK]))
+            code = tl.reshape(_codes_of(tiled, (tops < 0x7F800000)[:, None]), [BLOCK])
         tl.store(values + lane, code, mask=write & coded)
 
 
