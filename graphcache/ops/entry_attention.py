@@ -350,7 +350,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             at = tl.broadcast_to(scales_at[:, None], shape)
             loaded = tl.load(at, mask=tl.broadcast_to(inside[:, None], shape), other=0)
             scale = tl.max(loaded, axis=1)
-        # All pieces before the first product: writing them to shared memory is fenced once.
+        # All pieces before the first product: one barrier for their way through shared memory.
         kv = ()
         for i in tl.static_range(PIECES):
             codes = _load_piece(values_at, inside, i * PIECE, PIECE, FIXED)
