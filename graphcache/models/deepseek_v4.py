@@ -216,8 +216,8 @@ class LayerAttention:
     def __init__(self, module: Any, schema: LayerCacheSchema) -> None:
         self._module = module
         self._schema = schema
-        self._query_norm_eps = float(module.q_b_norm.eps)
-        self._eps = float(module.kv_norm.variance_epsilon)
+        # The config's: what the norms call theirs changes with transformers' versions.
+        self._eps = float(module.config.rms_norm_eps)
         sources = [module.q_a_proj, module.kv_proj]
         self._compressor = module.compressor
         self._indexer = None
@@ -240,7 +240,7 @@ class LayerAttention:
         projected = self.projections(hidden)
         low_rank = module.q_a_norm(projected[0])
         query = module.q_b_proj(low_rank).view(tokens, -1, schema.entry_head_dim)
-        query = rotate_heads(query, rotation, norm=True, eps=self._query_norm_eps)
+        query = rotate_heads(query, rotation, norm=True, eps=self._eps)
         compressor = indexer = None
         if schema.compression:
             compressor = CompressorInputs(
