@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import SchemaError
+from .errors import SchemaError, UnsupportedPlatform
 
 __all__ = ["Field", "StatePool"]
 
@@ -74,6 +74,7 @@ class StatePool:
 
     Raises:
         SchemaError: for no fields, a repeated name, or no rows.
+        UnsupportedPlatform: for a CUDA device where there is none.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class StatePool:
             raise SchemaError(f"fields named twice: {', '.join(repeated)}")
         if rows < 1:
             raise SchemaError(f"a pool needs at least one row, got {rows}")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedPlatform(f"no CUDA device for {str(device)!r}; use device='cpu'")
 
         self.fields = {field.name: field for field in ordered}
         self.rows = rows

@@ -331,8 +331,11 @@ def row_of(row_format: RowFormat, width: int, rope_dim: int) -> Row:
     """The row of a format, for entries of `width` whose last `rope_dim` dims are rotated.
 
     Raises:
-        SchemaError: when the format has no such row.
+        SchemaError: when the format has no such row, or is none.
     """
+    if not isinstance(row_format, RowFormat):
+        names = ", ".join(f"RowFormat.{each.name}" for each in RowFormat)
+        raise SchemaError(f"row_format is one of {names}, got {row_format!r}")
     if row_format is RowFormat.FP8:
         return Fp8TokenRow(width, rope_dim)
     if row_format is RowFormat.MODEL1:

@@ -85,6 +85,7 @@ class IndexerSchema:
             self.row_format is not RowFormat.MODEL1,
             "index keys are kept as FP8, BF16 or FP32; MODEL1 is a row of attention entries",
         )
+        row_of(self.row_format, self.head_dim, 0)
 
     @property
     def row(self) -> Row:

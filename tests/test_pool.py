@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphcache.errors import SchemaError
+from graphcache.errors import SchemaError, UnsupportedPlatform
 from graphcache.pool import Field, StatePool
 
 FIELDS = (
@@ -239,3 +239,9 @@ def test_rows_past_two_to_the_31_elements_on_the_device() -> None:
     pool.copy_row(128, 1)
     assert ring[1, 5] == 3 and ring[128, 5] == 3
     assert ring.count_nonzero() == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(UnsupportedPlatform, match="no CUDA device for 'cuda'; use device='cpu'"):
+        StatePool([Field("x", (1,), torch.float32)], 1)

@@ -370,3 +370,9 @@ def test_wrong_descriptions_and_inputs_are_refused() -> None:
     ):
         with pytest.raises(SchemaError, match="width"):
             call()
+
+
+@pytest.mark.parametrize("given", ["fp8", None, torch.float32])
+def test_what_is_no_format_is_refused(given: object) -> None:
+    with pytest.raises(SchemaError, match=r"row_format is one of RowFormat\.FP8, .*, got"):
+        row_of(given, 24, 8)  # type: ignore[arg-type]
