@@ -6,6 +6,7 @@ after is held against whole histories in float64 (`tests.entry_requests`, `ToyOr
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from capture import DecodeRuntime
 from graphcache import AttentionType, Checkpoint, DecodeState, Field, KVLayerSchema
 from graphcache import LayerCacheSchema as Schema
 from graphcache.errors import InvalidRequest, LayoutMismatch, RewindTooFar, StaleSlot
+from graphcache.kept import merged, pack, unpack
 from graphcache.rows import RowFormat
 from graphcache.schema import IndexerSchema
 from graphcache.slots import SlotPhase
@@ -338,6 +340,22 @@ def test_how_much_smaller_it_is() -> None:
         assert checkpoint.memory_bytes() == held
         assert checkpoint.row_bytes.numel() + checkpoint.block_bytes.numel() == held
         checkpoint.release()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ranges_say_the_same_bytes(seed: int) -> None:
+    """Touching, overlapping, one within another: merged, packed and put back as a set has them."""
+    choose = random.Random(seed)
+    pairs = [sorted(choose.sample(range(60), 2)) for _ in range(choose.randint(1, 12))]
+    ranges = merged((start, stop) for start, stop in pairs)
+    wanted = sorted({byte for start, stop in pairs for byte in range(start, stop)})
+    assert [byte for start, stop in ranges for byte in range(start, stop)] == wanted
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
+    row, target = torch.arange(60).byte(), torch.full((60,), ALL_ONES).byte()
+    packed = pack(row, ranges)
+    assert packed.tolist() == wanted
+    unpack(packed, ranges, target)
+    assert target.tolist() == [byte if byte in wanted else ALL_ONES for byte in range(60)]
 
 
 # --- layers of K and V ----------------------------------------------------------------------------
