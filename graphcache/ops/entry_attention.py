@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..errors import SchemaError
 from ..rows import Rows
+from . import _entry_attention_sm90 as sm90
 from ._library import register
 from ._rows import check_rows, format_of, gather, row_of_parts, row_strides
 from ._triton import jit, jit_for_any, tl, triton
@@ -463,13 +464,15 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 
 def _plan(
-    q: Tensor, rope_dim: int, window_size: int, most_entries: int, *, split: bool
+    q: Tensor, ring: Rows, rope_dim: int, window_size: int, most_entries: int, *, split: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tiles and splits, from the schema alone, and how the kernel is to be built."""
     heads, width = q.shape[1:]
     wide = q.dtype != torch.bfloat16
     block_m = min(16 if wide else 64, max(16, triton.next_power_of_2(heads)))
-    block_n = 16 if wide and width > 128 else 64
+    block_n = 64
+    if width > 128 and (wide or ring.values.dtype == torch.float32):
+        block_n = 16 if wide else 32
     tiles = triton.cdiv(window_size, block_n) + triton.cdiv(most_entries, block_n)
     splits = min(MAX_SPLITS, triton.cdiv(tiles, MIN_TILES)) if split else 1
     shape = {
@@ -511,7 +514,13 @@ def _launch(
     if compressed is not None and table is not None:
         most = min(table.shape[1] * compressed.values.shape[1], top_k or 1 << 30)
     rope_dim = 2 * cos.shape[1]
-    shape, build = _plan(q, rope_dim, window_size, most, split=not own)
+    if aside is None and sm90.serves(q, rope_dim, ring, compressed):
+        sm90.attend(
+            q, ring, slots, positions, window_size, scale, sinks, cos, sin, compressed, table,
+            compression, selected, most, out,
+        )  # fmt: skip
+        return out
+    shape, build = _plan(q, ring, rope_dim, window_size, most, split=not own)
     splits = shape["SPLITS"]
     partials = stats = out
     if splits > 1:

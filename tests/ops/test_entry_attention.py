@@ -110,7 +110,7 @@ def interpreted_shapes() -> None:
 
 def interpreted_splits() -> None:
     batch = make(LONG)
-    shape, _ = module._plan(batch.q, 8, 5, 48 * 16, split=True)
+    shape, _ = module._plan(batch.q, batch.ring, 8, 5, 48 * 16, split=True)
     assert shape["SPLITS"] > 1
     whole = launched(batch)
     check(whole, batch)
