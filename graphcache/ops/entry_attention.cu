@@ -2,11 +2,10 @@
 // 9.0: rows of 512 dims, the last 64 rotated and in bfloat16. See entry_attention.py for what it
 // computes; this file is about how.
 //
-// A block takes a split of a token's list, 64 rows at a time. Its third warpgroup reads rows and
-// writes them decoded into one of two buffers; the others do both products of a buffer, each for
-// half of the output's dims. Both form the logits, which costs a third more products and saves an
-// exchange of weights. Splits of a token are a cluster and add up through its shared memory, in
-// their order.
+// A block takes a split of a token's list, 64 rows at a time. One warpgroup reads rows and leaves
+// them decoded in one of two buffers. The next forms logits and weights, and multiplies the weights
+// with the first half of the rows' dims; it hands them to the last, which takes the other half.
+// Splits of a token are a cluster and add up through its shared memory, in their order.
 //
 // Compiled with FORMAT (0 bfloat16; 1 e4m3 with a scale a row; 2 e4m3 with an exponent for each 64)
 // and SPLITS (1, 2, 4, 8).
@@ -26,13 +25,15 @@ constexpr int CONSUMERS = 256;
 constexpr int PART_ROW = DIM + 8;   // floats; the 8 keep rows in different banks
 constexpr float WEIGHT_SCALE = FORMAT == 1 ? 512.0f : 1.0f;  // a scale is about a row's 448th
 
+constexpr float LOG2_E = 1.4426950408889634f;
+#define INFINITE __int_as_float(0x7F800000)
+
 constexpr int Q_AT = 0;
 constexpr int ROWS_AT = BUFFER;
 constexpr int SCALES_AT = ROWS_AT + 2 * BUFFER;
 constexpr int STATS_AT = SCALES_AT + 2 * TILE * 4;
 constexpr int BARRIERS_AT = STATS_AT + 2 * TILE * 4;
-constexpr int STAGING_AT = BARRIERS_AT + 32;
-constexpr int STAGE = 7 * 128 * 16;
+constexpr int WEIGHTS_AT = BARRIERS_AT + 64;
 
 struct Rows {
   const u8 *values, *rope, *scales;
@@ -116,10 +117,16 @@ __device__ __forceinline__ u32 half_pair_product(u32 a, u32 b) {
 
 // --- products -----------------------------------------------------------------------------------
 
-// A swizzled tile whose groups of 8 lines are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 at) {
-  return (u64)((at & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
-}
+// A swizzled tile whose groups of 8 lines are 1024 bytes apart. Its steps add to the low half.
+struct Tile {
+  u32 low;
+
+  __device__ explicit Tile(u32 at) : low((at & 0x3FFFF) >> 4 | 1 << 16) {}
+
+  __device__ u64 operator+(int bytes) const {
+    return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4));
+  }
+};
 
 #define LIST8(a, i) \
   "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3]), "+f"(a[i + 4]), "+f"(a[i + 5]), \
@@ -167,6 +174,12 @@ __device__ __forceinline__ void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// All of it is computed here, not between products, each of which would wait for the one before.
+__device__ __forceinline__ void settle(float (&acc)[4][32]) {
+#pragma unroll
+  for (int column = 0; column < 4; ++column) asm volatile("" : LIST32(acc[column])::"memory");
+}
+
 __device__ __forceinline__ void products_end() {
   asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
@@ -210,136 +223,139 @@ __device__ __forceinline__ void store16(u32 at, u32 a, u32 b, u32 c, u32 d) {
 
 // --- the warpgroup that reads -------------------------------------------------------------------
 
-// Four threads share a row, and a pass is 32 rows: half a tile. Entries are looked up four passes
-// ahead and their blocks three, so that no pass waits for one look-up after the other.
+// Four threads share a row, and each has two rows of a tile. While a tile is on its way, the next
+// one's rows are sent for into the L2 cache, the blocks after those and the entries after these
+// are looked up: no tile waits for one look-up after the other.
 //
-// Codes are copied two passes ahead into memory of the thread's own. Not into registers: a warp has
-// six counters of loads, and waiting for one waits for all later loads that share it. Bfloat16 rows
-// are copied to where the products read them.
+// Rows are copied to where the products read them; codes first lie in the row's own half-empty
+// lines, and its threads decode them when all of them have taken theirs.
 struct Reader {
   static constexpr bool CODES = FORMAT != 0;
-  static constexpr int CHUNKS = CODES ? 7 : 16;  // of 16 bytes, for each thread
 
   const Arguments &arguments;
   const List &list;
-  const u32 own;
-  int slot, position, token, group, part, passes;
-  int place_entry, place, entry;
-  // Of the pass located last.
-  const u8 *values, *rope, *scales;
-  bool there;
-  // Of the pass to decode.
-  uint4 rotated[2];
-  u32 scale[2];
+  const int slot, position, token, group, part, tiles;
+  int place_entry[2], place[2], entry[2];
+  // Of the tile located last.
+  const u8 *values[2], *rope[2], *scales[2];
+  bool there[2];
 
-  __device__ Reader(const Arguments &arguments, const List &list, u32 base, int slot, int position,
-                    int token, int thread)
-      : arguments(arguments), list(list), own(base + STAGING_AT + thread * 16), slot(slot),
-        position(position), token(token), group(thread >> 2), part(thread & 3),
-        passes(2 * (list.end - list.begin)) {
-    int entries[3] = {entry_of(0), entry_of(1), entry_of(2)};
-    int places[2] = {place_of(entries[0]), place_of(entries[1])};
-    locate(0, entries[0], places[0]);
-    if (CODES) {
-      copy(0);
-      load_rest();
-      locate(1, entries[1], places[1]);
-      copy(1);
-      place_entry = entries[2], place = place_of(entries[2]);
-      entry = entry_of(3);
-    } else {
-      place_entry = entries[1], place = places[1];
-      entry = entries[2];
+  __device__ Reader(const Arguments &arguments, const List &list, int slot, int position, int token,
+                    int thread)
+      : arguments(arguments), list(list), slot(slot), position(position), token(token),
+        group(thread >> 2), part(thread & 3), tiles(list.end - list.begin) {
+    int first[2] = {entry_of(0, 0), entry_of(0, 1)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      place_entry[h] = entry_of(1, h);
+      entry[h] = entry_of(2, h);
+    }
+    int first_place[2] = {place_of(first[0]), place_of(first[1])};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      place[h] = place_of(place_entry[h]);
+      locate(0, h, first[h], first_place[h]);
     }
   }
 
-  __device__ int row_of(int pass) const { return group + 32 * (pass & 1); }
-  __device__ int tile_of(int pass) const { return list.begin + (pass >> 1); }
-
-  __device__ bool inside(int pass) const {
-    return pass < passes && row_of(pass) < list.rows_of(tile_of(pass));
+  __device__ bool inside(int turn, int h) const {
+    return turn < tiles && group + 32 * h < list.rows_of(list.begin + turn);
   }
 
-  __device__ int entry_of(int pass) const {
-    int tile = tile_of(pass) - list.window_tiles;
-    if (tile < 0 || !inside(pass)) return 0;
-    int at = tile * TILE + row_of(pass);
+  __device__ int entry_of(int turn, int h) const {
+    int tile = list.begin + turn - list.window_tiles;
+    if (tile < 0 || !inside(turn, h)) return 0;
+    int at = tile * TILE + group + 32 * h;
     return arguments.top_k > 0 ? arguments.selected[(i64)token * arguments.top_k + at] : at;
   }
 
   __device__ int place_of(int entry) const {
     if (arguments.compression == 0) return 0;
-    return arguments.table[slot * arguments.table_stride + entry / arguments.held];
+    return arguments.table[slot * arguments.table_stride + (u32)entry / (u32)arguments.held];
   }
 
-  __device__ void locate(int pass, int entry, int place) {
-    there = inside(pass);
-    bool window = tile_of(pass) < list.window_tiles;
-    const Rows &rows = window || !there ? arguments.window : arguments.entries;
-    i64 at = window || !there ? slot : place;
-    int first = position + 1 - list.in_window;
-    i64 row = window ? (first + tile_of(pass) * TILE + row_of(pass)) % arguments.ring
-                     : entry % arguments.held;
-    if (!there) row = 0;
-    values = rows.values + at * rows.values_place + row * rows.values_row + part * 16;
+  __device__ void locate(int turn, int h, int entry, int place) {
+    there[h] = inside(turn, h);
+    const bool window = list.begin + turn < list.window_tiles || !there[h];
+    const Rows &rows = window ? arguments.window : arguments.entries;
+    const u32 x = position + 1 - list.in_window + (list.begin + turn) * TILE + group + 32 * h;
+    const i64 at = window ? slot : place;
+    u32 row = window ? x % (u32)arguments.ring : (u32)entry % (u32)arguments.held;
+    if (!there[h]) row = 0;
+    values[h] = rows.values + at * rows.values_place + row * rows.values_row + part * 16;
     if (CODES) {
-      rope = rows.rope + at * rows.rope_place + row * rows.rope_row + part * 32;
-      scales = rows.scales + at * rows.scales_place + row * rows.scales_row;
+      rope[h] = rows.rope + at * rows.rope_place + row * rows.rope_row + part * 16;
+      scales[h] = rows.scales + at * rows.scales_place + row * rows.scales_row;
     }
   }
 
-  __device__ void locate_next(int pass) {
-    locate(pass, place_entry, place);
-    place_entry = entry, place = place_of(entry);
-    entry = entry_of(pass + 2);
+  __device__ void look_ahead(int turn) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      locate(turn + 1, h, place_entry[h], place[h]);
+      if (there[h]) {
+        prefetch(values[h] + part * 112);
+        if (CODES && part == 0) prefetch(rope[h]);
+      }
+      place_entry[h] = entry[h];
+      place[h] = place_of(entry[h]);
+      entry[h] = entry_of(turn + 3, h);
+    }
+  }
+
+  __device__ static void prefetch(const u8 *at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
   }
 
   // Zeros where no row is: memory that was never written may hold NaN, which no weight masks.
-  __device__ void copy16(u32 to, int chunk) const {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(values + chunk * 64),
-                 "r"(there ? 16 : 0) : "memory");
+  __device__ void copy16(u32 to, const u8 *from, int h) const {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(there[h] ? 16 : 0) : "memory");
   }
 
-  __device__ void copy(int pass) const {
+  __device__ void copy(int h, u32 buffer, u32 scales_at) const {
+    const int row = group + 32 * h;
+    if constexpr (CODES) {
 #pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) copy16(own + (pass & 1) * STAGE + j * 2048, j);
+      for (int j = 0; j < 7; ++j) copy16(buffer + raw(j, row), values[h] + j * 64, h);
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        copy16(buffer + swizzled(COLUMNS - 1, row, j * 4 + part), rope[h] + j * 64, h);
+      if (FORMAT == 1 && part == 0)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(scales_at + row * 4),
+                     "l"(scales[h]), "r"(there[h] ? 4 : 0) : "memory");
+    } else {
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        copy16(buffer + swizzled(j >> 1, row, (j & 1) * 4 + part), values[h] + j * 64, h);
+    }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  template <int LATER>
-  __device__ static void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+  // Where codes 64 j + 16 part on of a row lie until they are decoded.
+  __device__ u32 raw(int j, int row) const {
+    return swizzled(j >> 1, row, (j & 1) * 4 + part);
   }
 
-  __device__ void load_rest() {
+  __device__ void decode(int h, u32 buffer, const u32 *exponents) const {
+    const int row = group + 32 * h;
+    u32 codes[7][4];
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-      rotated[j] = there ? *(const uint4 *)(rope + j * 16) : make_uint4(0, 0, 0, 0);
-    scale[0] = scale[1] = 0;
-    if (FORMAT == 1 && there) scale[0] = *(const u32 *)scales;
-    if (FORMAT == 2 && there) {
-      scale[0] = *(const u32 *)scales;
-      scale[1] = (u32)scales[4] | (u32)scales[5] << 8 | (u32)scales[6] << 16;
-    }
-  }
-
-  // A pass of codes into `buffer`; the copies of the pass after the next begin.
-  __device__ void decode(int pass, u32 buffer, u32 scales_at) {
-    int row = row_of(pass);
-    wait_for_copies<1>();
+    for (int j = 0; j < 7; ++j)
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(codes[j][0]), "=r"(codes[j][1]), "=r"(codes[j][2]), "=r"(codes[j][3])
+                   : "r"(buffer + raw(j, row)) : "memory");
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < 7; ++j) {
-      u32 codes[4], half[8];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(codes[0]), "=r"(codes[1]), "=r"(codes[2]), "=r"(codes[3])
-                   : "r"(own + (pass & 1) * STAGE + j * 2048) : "memory");
+      u32 half[8];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        half[2 * k] = half_pair_of_codes(codes[k]);
-        half[2 * k + 1] = half_pair_of_codes(codes[k] >> 16);
+        half[2 * k] = half_pair_of_codes(codes[j][k]);
+        half[2 * k + 1] = half_pair_of_codes(codes[j][k] >> 16);
       }
       if constexpr (FORMAT == 2) {
-        u32 exponent = (scale[j >> 2] >> (8 * (j & 3))) & 0xFF;
+        u32 exponent = (exponents[j >> 2] >> (8 * (j & 3))) & 0xFF;
         float power = __uint_as_float(exponent << 23);
         u32 pair = half_pair(power, power);
 #pragma unroll
@@ -348,249 +364,330 @@ struct Reader {
       store16(buffer + swizzled(j, row, part * 2), half[0], half[1], half[2], half[3]);
       store16(buffer + swizzled(j, row, part * 2 + 1), half[4], half[5], half[6], half[7]);
     }
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-      store16(buffer + swizzled(COLUMNS - 1, row, part * 2 + j), rotated[j].x, rotated[j].y,
-              rotated[j].z, rotated[j].w);
-    if (FORMAT == 1 && part == 0)
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(scales_at + row * 4), "r"(scale[0]) : "memory");
-    load_rest();
-    locate_next(pass + 2);
-    copy(pass);
   }
 
-  // A pass of bfloat16 rows: its copies into `buffer` begin.
-  __device__ void fill(int pass, u32 buffer) {
-    int row = row_of(pass);
-#pragma unroll
-    for (int j = 0; j < 16; ++j)
-      copy16(buffer + swizzled(j >> 1, row, (j & 1) * 4 + part), j);
-    if (pass & 1) asm volatile("cp.async.commit_group;" ::: "memory");
-    locate_next(pass + 1);
+  template <int LATER>
+  __device__ static void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+  }
+
+  __device__ static void hand_over(u32 barrier) {
+    publish_to_tensor_cores();
+    barrier_arrive(barrier);
   }
 
   __device__ void run(u32 base) {
     const u32 full = base + BARRIERS_AT, empty = full + 16;
-    for (int pass = 0; pass < passes; ++pass) {
-      const int turn = pass >> 1, buffer = turn & 1;
+    for (int turn = 0; turn < tiles; ++turn) {
+      const int buffer = turn & 1;
       const u32 rows = base + ROWS_AT + buffer * BUFFER;
-      if ((pass & 1) == 0) barrier_wait(empty + 8 * buffer, ((turn >> 1) & 1) ^ 1);
+      barrier_wait(empty + 8 * buffer, ((turn >> 1) & 1) ^ 1);
+      copy(0, rows, base + SCALES_AT + buffer * TILE * 4);
+      copy(1, rows, base + SCALES_AT + buffer * TILE * 4);
+      u32 exponents[2][2] = {};
+      if constexpr (FORMAT == 2) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (there[h]) {
+            exponents[h][0] = *(const u32 *)scales[h];
+            exponents[h][1] =
+                (u32)scales[h][4] | (u32)scales[h][5] << 8 | (u32)scales[h][6] << 16;
+          }
+      }
+      look_ahead(turn);
       if constexpr (CODES) {
-        decode(pass, rows, base + SCALES_AT + buffer * TILE * 4);
-        if (pass & 1) {
-          publish_to_tensor_cores();
-          barrier_arrive(full + 8 * buffer);
-        }
-      } else {
-        fill(pass, rows);
-        if ((pass & 1) && turn > 0) {
-          wait_for_copies<1>();
-          publish_to_tensor_cores();
-          barrier_arrive(full + 8 * (buffer ^ 1));
-        }
+        wait_for_copies<1>();
+        decode(0, rows, exponents[0]);
+        wait_for_copies<0>();
+        decode(1, rows, exponents[1]);
+        hand_over(full + 8 * buffer);
+      } else if (turn > 0) {
+        wait_for_copies<2>();
+        hand_over(full + 8 * (buffer ^ 1));
       }
     }
     if constexpr (!CODES) {
       wait_for_copies<0>();
-      publish_to_tensor_cores();
-      barrier_arrive(full + 8 * ((passes / 2 - 1) & 1));
+      hand_over(full + 8 * ((tiles - 1) & 1));
     }
   }
 };
 
 // --- the warpgroups that multiply ---------------------------------------------------------------
 
-// The first half of the output's dims, or with ROTATED the second, whose last 64 are the rotated.
-template <bool ROTATED>
+// The first warpgroup's threads hand what they hold to their likes in the second.
+struct Weights {
+  u32 fixed[16], rotated[16];
+  float shrink[2];
+
+  __device__ static u32 place(u32 base, int thread, int i) {
+    return base + WEIGHTS_AT + i * 2048 + (thread & 127) * 16;
+  }
+
+  __device__ void put(u32 base, int thread) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 *four = rotated + 4 * i;
+      store16(place(base, thread, i), four[0], four[1], four[2], four[3]);
+      if (FORMAT != 0) {
+        four = fixed + 4 * i;
+        store16(place(base, thread, 4 + i), four[0], four[1], four[2], four[3]);
+      }
+    }
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place(base, thread, 8)), "f"(shrink[0]),
+                 "f"(shrink[1]) : "memory");
+  }
+
+  __device__ void take(u32 base, int thread) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load(rotated + 4 * i, place(base, thread, i));
+      if (FORMAT != 0) load(fixed + 4 * i, place(base, thread, 4 + i));
+    }
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(shrink[0]), "=f"(shrink[1]) : "r"(place(base, thread, 8)) : "memory");
+  }
+
+  __device__ static void load(u32 *four, u32 at) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3]) : "r"(at) : "memory");
+  }
+};
+
+__device__ __forceinline__ void weights_are_there(bool wait) {
+  if (wait)
+    asm volatile("bar.sync 3, 256;" ::: "memory");
+  else
+    asm volatile("bar.arrive 3, 256;" ::: "memory");
+}
+
+__device__ __forceinline__ void weights_are_taken(bool wait) {
+  if (wait)
+    asm volatile("bar.sync 4, 256;" ::: "memory");
+  else
+    asm volatile("bar.arrive 4, 256;" ::: "memory");
+}
+
+// Queries to shared memory, in the products' types.
+__device__ __forceinline__ void fetch_queries(const Arguments &arguments, u32 base, int thread,
+                                              const u16 *q) {
+#pragma unroll
+  for (int batch = 0; batch < 2; ++batch) {
+    uint4 raw[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int at = (batch * 8 + i) * CONSUMERS + thread;
+      raw[i] = *(const uint4 *)(q + (at >> 6) * arguments.q_head + (at & 63) * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int at = (batch * 8 + i) * CONSUMERS + thread, row = at >> 6, unit = at & 63;
+      u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+      if (FORMAT != 0 && unit < 56) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          words[k] = half_pair(__uint_as_float(words[k] << 16),
+                               __uint_as_float(words[k] & 0xFFFF0000));
+      }
+      store16(base + Q_AT + swizzled(unit >> 3, row, unit & 7), words[0], words[1], words[2],
+              words[3]);
+    }
+  }
+}
+
+// Weights of a tile from its logits, and the running maximum and sum of each of a thread's heads.
+__device__ __forceinline__ void weigh(const Arguments &arguments, const Tile &queries,
+                                      const Tile &rows, const float *scales, int count, int pair, float *most,
+                                      float *sums, Weights &weights) {
+  float logits[32];
+  products_begin();
+#pragma unroll
+  for (int column = 0; column < COLUMNS - 1; ++column)
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      multiply<FORMAT == 0>(logits, queries + (column * COLUMN + k * 32),
+                            rows + (column * COLUMN + k * 32), column + k > 0);
+  if constexpr (FORMAT == 1) {
+    products_end();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 scale = *(const float2 *)(scales + 8 * j + pair);
+      logits[4 * j] *= scale.x, logits[4 * j + 1] *= scale.y;
+      logits[4 * j + 2] *= scale.x, logits[4 * j + 3] *= scale.y;
+    }
+    products_begin();
+  }
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    multiply<true>(logits, queries + ((COLUMNS - 1) * COLUMN + k * 32),
+                   rows + ((COLUMNS - 1) * COLUMN + k * 32), 1);
+  products_end();
+
+  float top[2] = {most[0], most[1]};
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float &logit = logits[4 * j + i];
+      logit = 8 * j + pair + (i & 1) < count ? logit * arguments.factor : -INFINITE;
+      top[i >> 1] = fmaxf(top[i >> 1], logit);
+    }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
+    top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
+    weights.shrink[i] = exp2_of(most[i] - top[i]);
+    sums[i] *= weights.shrink[i];
+    most[i] = top[i];
+  }
+  // A product's sums lie among the threads as the next one's operand must.
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float weight[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      weight[i] = exp2_of(logits[4 * j + i] - top[i >> 1]);
+      sums[i >> 1] += weight[i];
+    }
+    weights.rotated[2 * j] = bfloat_pair(weight[0], weight[1]);
+    weights.rotated[2 * j + 1] = bfloat_pair(weight[2], weight[3]);
+    if constexpr (FORMAT == 1) {
+      float2 scale = *(const float2 *)(scales + 8 * j + pair);
+      scale.x *= WEIGHT_SCALE, scale.y *= WEIGHT_SCALE;
+      weight[0] *= scale.x, weight[1] *= scale.y, weight[2] *= scale.x, weight[3] *= scale.y;
+    }
+    if constexpr (FORMAT != 0) {
+      weights.fixed[2 * j] = half_pair(weight[0], weight[1]);
+      weights.fixed[2 * j + 1] = half_pair(weight[2], weight[3]);
+    }
+  }
+}
+
+// A warpgroup's part of a block's work: half of the output's dims, or with SECOND the other half,
+// whose last 64 are the rotated.
+template <bool SECOND>
 __device__ __forceinline__ void attend_half(const Arguments &arguments, const List &list, u8 *shared,
                                             u32 base, int thread, int token, int first_head,
                                             u16 *out) {
-  constexpr int FIRST_COLUMN = ROTATED ? 4 : 0;
+  constexpr int FIRST_COLUMN = SECOND ? 4 : 0;
   const u32 full = base + BARRIERS_AT, empty = full + 16;
-          const int lane = thread & 31;
-      const int line = ((thread >> 5) & 3) * 16 + (lane >> 2);  // this thread's heads: it and 8 on
-      const int pair = (lane & 3) * 2;                          // its columns: 8 j + pair, and 1 on
-      if (list.begin < list.end) {
-        const u16 *q = arguments.q + (i64)token * arguments.q_token + first_head * arguments.q_head;
-        for (int i = thread; i < TILE * DIM / 8; i += CONSUMERS) {
-          int row = i >> 6, unit = i & 63;
-          uint4 raw = *(const uint4 *)(q + row * arguments.q_head + unit * 8);
-          if (FORMAT != 0 && unit < 56) {
-            u32 *words = (u32 *)&raw;
-  #pragma unroll
-            for (int k = 0; k < 4; ++k)
-              words[k] = half_pair(__uint_as_float(words[k] << 16),
-                                   __uint_as_float(words[k] & 0xFFFF0000));
-          }
-          store16(base + Q_AT + swizzled(unit >> 3, row, unit & 7), raw.x, raw.y, raw.z, raw.w);
-        }
+  const int lane = thread & 31;
+  const int line = ((thread >> 5) & 3) * 16 + (lane >> 2);  // this thread's heads: it and 8 on
+  const int pair = (lane & 3) * 2;                          // its columns: 8 j + pair, and 1 on
+  if (list.begin < list.end)
+    fetch_queries(arguments, base, thread,
+                  arguments.q + (i64)token * arguments.q_token + first_head * arguments.q_head);
+  publish_to_tensor_cores();
+  asm volatile("bar.sync 1, 256;" ::: "memory");
+
+  float acc[4][32];
+#pragma unroll
+  for (int column = 0; column < 4; ++column)
+#pragma unroll
+    for (int i = 0; i < 32; ++i) acc[column][i] = 0;
+  float most[2] = {-INFINITE, -INFINITE}, sums[2] = {0, 0};
+  for (int tile = list.begin; tile < list.end; ++tile) {
+    const int turn = tile - list.begin, buffer = turn & 1;
+    const Tile rows(base + ROWS_AT + buffer * BUFFER);
+    Weights weights;
+    barrier_wait(full + 8 * buffer, (turn >> 1) & 1);
+    if constexpr (SECOND) {
+      weights_are_there(true);
+      weights.take(base, thread);
+      if (tile + 1 < list.end) weights_are_taken(false);
+    } else {
+      weigh(arguments, Tile(base + Q_AT), rows, (const float *)(shared + SCALES_AT) + buffer * TILE,
+            list.rows_of(tile), pair, most, sums, weights);
+      if (turn > 0) weights_are_taken(true);
+      weights.put(base, thread);
+      weights_are_there(false);
+    }
+#pragma unroll
+    for (int column = 0; column < 4; ++column)
+#pragma unroll
+      for (int i = 0; i < 32; ++i) acc[column][i] *= weights.shrink[(i >> 1) & 1];
+    settle(acc);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int column = 0; column < 4; ++column) {
+        const u64 operand = rows + ((FIRST_COLUMN + column) * COLUMN + k * 2048);
+        if constexpr (FORMAT == 0)
+          multiply_weights<true>(acc[column], weights.rotated + 4 * k, operand);
+        else if (SECOND && column == 3)
+          multiply_weights<true>(acc[column], weights.rotated + 4 * k, operand);
+        else
+          multiply_weights<false>(acc[column], weights.fixed + 4 * k, operand);
       }
-      publish_to_tensor_cores();
-      asm volatile("bar.sync 1, 256;" ::: "memory");
+    products_end();
+    barrier_arrive(empty + 8 * buffer);
+  }
 
-      float acc[4][32];
-  #pragma unroll
-      for (int column = 0; column < 4; ++column)
-  #pragma unroll
-        for (int i = 0; i < 32; ++i) acc[column][i] = 0;
-      const float infinity = __int_as_float(0x7F800000);
-      float most[2] = {-infinity, -infinity}, weights[2] = {0, 0};
-      for (int tile = list.begin; tile < list.end; ++tile) {
-        const int turn = tile - list.begin, buffer = turn & 1;
-        const u32 rows = base + ROWS_AT + buffer * BUFFER;
-        const float *scales = (const float *)(shared + SCALES_AT) + buffer * TILE;
-        const int count = list.rows_of(tile);
-        barrier_wait(full + 8 * buffer, (turn >> 1) & 1);
-
-        float logits[32];
-        products_begin();
-  #pragma unroll
-        for (int column = 0; column < COLUMNS - 1; ++column)
-  #pragma unroll
-          for (int k = 0; k < 4; ++k)
-            multiply<FORMAT == 0>(logits, descriptor(base + Q_AT + column * COLUMN + k * 32),
-                                  descriptor(rows + column * COLUMN + k * 32), column + k > 0);
-        if constexpr (FORMAT == 1) {
-          products_end();
-  #pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            float2 scale = *(const float2 *)(scales + 8 * j + pair);
-            logits[4 * j] *= scale.x, logits[4 * j + 1] *= scale.y;
-            logits[4 * j + 2] *= scale.x, logits[4 * j + 3] *= scale.y;
-          }
-          products_begin();
+  float *stats = (float *)(shared + STATS_AT);
+  if constexpr (!SECOND) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sums[i] += __shfl_xor_sync(~0u, sums[i], 1);
+      sums[i] += __shfl_xor_sync(~0u, sums[i], 2);
+      if (pair == 0) {
+        stats[line + 8 * i] = most[i];
+        stats[TILE + line + 8 * i] = sums[i];
+      }
+    }
+  }
+  // Both warpgroups are done with queries and rows, and know the maxima and sums.
+  asm volatile("bar.sync 1, 256;" ::: "memory");
+  if constexpr (SPLITS == 1) {
+    float gain[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sink = arguments.sinks[first_head + line + 8 * i] * LOG2_E;
+      const float top = fmaxf(stats[line + 8 * i], sink);
+      const float shrink = exp2_of(stats[line + 8 * i] - top);
+      gain[i] = shrink / (stats[TILE + line + 8 * i] * shrink + exp2_of(sink - top));
+    }
+#pragma unroll
+    for (int column = 0; column < 4; ++column) {
+      const bool turned = SECOND && column == 3;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float cosine = 1, sine = 0;
+        if (turned) {
+          cosine = arguments.cos[token * 32 + 4 * j + (pair >> 1)];
+          sine = arguments.sin[token * 32 + 4 * j + (pair >> 1)];
         }
-  #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          multiply<true>(logits, descriptor(base + Q_AT + (COLUMNS - 1) * COLUMN + k * 32),
-                         descriptor(rows + (COLUMNS - 1) * COLUMN + k * 32), 1);
-        products_end();
-
-        float top[2] = {most[0], most[1]};
-  #pragma unroll
-        for (int j = 0; j < 8; ++j)
-  #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float &logit = logits[4 * j + i];
-            logit = 8 * j + pair + (i & 1) < count ? logit * arguments.factor : -infinity;
-            top[i >> 1] = fmaxf(top[i >> 1], logit);
-          }
-        float shrink[2];
-  #pragma unroll
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
-          top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
-          top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
-          shrink[i] = exp2_of(most[i] - top[i]);
-          weights[i] *= shrink[i];
-          most[i] = top[i];
+          const float fold = gain[i] * (turned ? 1.0f : 1.0f / WEIGHT_SCALE);
+          float even = acc[column][4 * j + 2 * i] * fold;
+          float odd = acc[column][4 * j + 2 * i + 1] * fold;
+          if (turned) {
+            const float x = even * cosine + odd * sine, y = odd * cosine - even * sine;
+            even = x, odd = y;
+          }
+          u16 *at = out + (line + 8 * i) * DIM + (FIRST_COLUMN + column) * 64 + 8 * j + pair;
+          *(u32 *)at = bfloat_pair(even, odd);
         }
-        // A thread's products are sums over rows, so its weights are its operand as they lie.
-        u32 fixed[16], rotated[16];
-  #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          float weight[4];
-  #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            weight[i] = exp2_of(logits[4 * j + i] - top[i >> 1]);
-            weights[i >> 1] += weight[i];
-          }
-          rotated[2 * j] = bfloat_pair(weight[0], weight[1]);
-          rotated[2 * j + 1] = bfloat_pair(weight[2], weight[3]);
-          if constexpr (FORMAT == 1) {
-            float2 scale = *(const float2 *)(scales + 8 * j + pair);
-            scale.x *= WEIGHT_SCALE, scale.y *= WEIGHT_SCALE;
-            weight[0] *= scale.x, weight[1] *= scale.y, weight[2] *= scale.x, weight[3] *= scale.y;
-          }
-          if constexpr (FORMAT != 0) {
-            fixed[2 * j] = half_pair(weight[0], weight[1]);
-            fixed[2 * j + 1] = half_pair(weight[2], weight[3]);
-          }
-        }
-  #pragma unroll
-        for (int column = 0; column < 4; ++column)
-  #pragma unroll
-          for (int i = 0; i < 32; ++i) acc[column][i] *= shrink[(i >> 1) & 1];
-        products_begin();
-  #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          u32 at = rows + FIRST_COLUMN * COLUMN + k * 2048;
-  #pragma unroll
-          for (int column = 0; column < 3; ++column) {
-            if constexpr (FORMAT == 0)
-              multiply_weights<true>(acc[column], rotated + 4 * k, descriptor(at + column * COLUMN));
-            else
-              multiply_weights<false>(acc[column], fixed + 4 * k, descriptor(at + column * COLUMN));
-          }
-          if (FORMAT == 0 || ROTATED)
-            multiply_weights<true>(acc[3], rotated + 4 * k, descriptor(at + 3 * COLUMN));
-          else
-            multiply_weights<false>(acc[3], fixed + 4 * k, descriptor(at + 3 * COLUMN));
-        }
-        products_end();
-        barrier_arrive(empty + 8 * buffer);
       }
-  #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        weights[i] += __shfl_xor_sync(~0u, weights[i], 1);
-        weights[i] += __shfl_xor_sync(~0u, weights[i], 2);
-      }
-
-      if constexpr (SPLITS == 1) {
-        float gain[2];
-  #pragma unroll
+    }
+  } else {
+    // The parts go over queries and rows.
+    float *parts = (float *)shared;
+#pragma unroll
+    for (int column = 0; column < 4; ++column) {
+      const float fold = SECOND && column == 3 ? 1.0f : 1.0f / WEIGHT_SCALE;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float sink = arguments.sinks[first_head + line + 8 * i] * 1.4426950408889634f;
-          float top = fmaxf(most[i], sink);
-          float shrink = exp2_of(most[i] - top);
-          gain[i] = shrink / (weights[i] * shrink + exp2_of(sink - top));
+          const float2 two = make_float2(acc[column][4 * j + 2 * i] * fold,
+                                         acc[column][4 * j + 2 * i + 1] * fold);
+          const int dim = (FIRST_COLUMN + column) * 64 + 8 * j + pair;
+          *(float2 *)(parts + (line + 8 * i) * PART_ROW + dim) = two;
         }
-  #pragma unroll
-        for (int column = 0; column < 4; ++column) {
-          bool turned = ROTATED && column == 3;
-  #pragma unroll
-          for (int j = 0; j < 8; ++j)
-  #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              float fold = turned ? 1.0f : 1.0f / WEIGHT_SCALE;
-              float even = acc[column][4 * j + 2 * i] * gain[i] * fold;
-              float odd = acc[column][4 * j + 2 * i + 1] * gain[i] * fold;
-              if (turned) {
-                float cosine = arguments.cos[token * 32 + 4 * j + (pair >> 1)];
-                float sine = arguments.sin[token * 32 + 4 * j + (pair >> 1)];
-                float x = even * cosine + odd * sine, y = odd * cosine - even * sine;
-                even = x, odd = y;
-              }
-              u16 *at = out + (line + 8 * i) * DIM + (FIRST_COLUMN + column) * 64 + 8 * j + pair;
-              *(u32 *)at = bfloat_pair(even, odd);
-            }
-        }
-      } else {
-        // Both warpgroups are done with the queries and the rows; the parts go over them.
-        asm volatile("bar.sync 1, 256;" ::: "memory");
-        float *parts = (float *)shared;
-        float *stats = (float *)(shared + STATS_AT);
-  #pragma unroll
-        for (int column = 0; column < 4; ++column) {
-          float fold = ROTATED && column == 3 ? 1.0f : 1.0f / WEIGHT_SCALE;
-  #pragma unroll
-          for (int j = 0; j < 8; ++j)
-  #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              float2 two = make_float2(acc[column][4 * j + 2 * i] * fold,
-                                       acc[column][4 * j + 2 * i + 1] * fold);
-              int dim = (FIRST_COLUMN + column) * 64 + 8 * j + pair;
-              *(float2 *)(parts + (line + 8 * i) * PART_ROW + dim) = two;
-            }
-        }
-        if (!ROTATED && pair == 0) {
-  #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            stats[line + 8 * i] = most[i];
-            stats[TILE + line + 8 * i] = weights[i];
-          }
-        }
-        asm volatile("bar.sync 2, 384;" ::: "memory");
-      }
+    }
+  }
 }
 
 // --- the kernel ---------------------------------------------------------------------------------
@@ -626,10 +723,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   if (thread >= CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FORMAT == 0 ? 104 : 88));
     if (list.begin < list.end) {
-      Reader reader(arguments, list, base, slot, position, token, thread - CONSUMERS);
+      Reader reader(arguments, list, slot, position, token, thread - CONSUMERS);
       reader.run(base);
     }
-    if (SPLITS > 1) asm volatile("bar.arrive 2, 384;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(FORMAT == 0 ? 200 : 208));
     if (thread < 128)
@@ -644,7 +740,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int lane = thread & 31;
     for (int head = split * SHARE + (thread >> 5); head < (split + 1) * SHARE; head += 12) {
       // The sink is the first part: a weight without a value.
-      float most = arguments.sinks[first_head + head] * 1.4426950408889634f, weights = 1;
+      float most = arguments.sinks[first_head + head] * LOG2_E, weights = 1;
       float sum[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) sum[i] = 0;
