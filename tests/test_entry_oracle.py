@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -56,8 +57,10 @@ class Reference:
         generator = torch.Generator().manual_seed(length)
         self.hidden = torch.randn(1, length, config.hidden_size, generator=generator).double()
         self.window = window
-        no_cache = {"attention_mask": None, "cache": None}
-        self._mask = partial(v4.create_sliding_window_causal_mask, **no_cache)
+        make_mask = v4.create_sliding_window_causal_mask
+        # Its name differs between transformers' releases.
+        cache = ({"cache", "past_key_values"} & set(signature(make_mask).parameters)).pop()
+        self._mask = partial(make_mask, attention_mask=None, **{cache: None})
         self.outputs, self.picked = self._forward()
 
     def params(self) -> LayerParams:

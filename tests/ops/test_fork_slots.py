@@ -289,7 +289,8 @@ def test_declares_what_it_writes() -> None:
 
 def test_the_kernel_interpreted() -> None:
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     child = subprocess.run(
         [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240
     )
