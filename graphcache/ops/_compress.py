@@ -185,39 +185,44 @@ def _pool_stream(  # type: ignore[no-untyped-def]
         run_start: position of the run's first token: from there on rows come from the inputs.
         token_of_first: token of the batch that has position `first`, were it part of the run.
     """
-    for start in tl.static_range(0, M, CHUNK):
-        offset = start + tl.arange(0, CHUNK)
-        x = first + offset
-        there = (offset < M) & (x >= 0)
-        own = there & (x >= run_start)
-        old = there & (x < run_start)
-        inside = (lane < WIDTH)[None, :]
-        ring_at = (x % ROWS)[:, None] * WIDTH + lane[None, :]
-        input_at = (token_of_first + offset).to(tl.int64)[:, None] * in_stride + lane[None, :]
-        old_mask = old[:, None] & inside
-        own_mask = own[:, None] & inside
-        value = tl.load(ring_values + ring_at, mask=old_mask, other=0).to(tl.float32)
-        gate = tl.load(ring_gates + ring_at, mask=old_mask, other=0).to(tl.float32)
-        new_value = tl.load(in_values + input_at, mask=own_mask, other=0).to(tl.float32)
-        new_gate = tl.load(in_gates + input_at, mask=own_mask, other=0).to(tl.float32)
-        added = tl.load(
-            bias + offset[:, None] * bias_stride + lane[None, :], mask=own_mask, other=0
-        )
-        new_gate = new_gate + added.to(tl.float32)
-        # As the ring would have held them.
-        new_value = new_value.to(ring_values.dtype.element_ty).to(tl.float32)
-        new_gate = new_gate.to(ring_gates.dtype.element_ty).to(tl.float32)
-        # Selected, not multiplied: rows of positions before 0 may hold NaN.
-        value = tl.where(own[:, None], new_value, value)
-        gate = tl.where(own[:, None], new_gate, gate)
-        gate = tl.where(there[:, None], gate, float("-inf"))
-        peak = tl.maximum(top, tl.max(gate, axis=0))
+    # Row by row, each spread over all threads: a sum over rows is then each thread's own.
+    inside = lane < WIDTH
+    for start in range(0, M, CHUNK):
+        values = ()
+        gates = ()
+        for i in tl.static_range(CHUNK):
+            x = first + start + i
+            there = (x >= 0) & (start + i < M)
+            own = there & (x >= run_start)
+            old = inside & there & (x < run_start)
+            new = inside & own
+            ring_at = (x % ROWS) * WIDTH + lane
+            input_at = (token_of_first + start + i).to(tl.int64) * in_stride + lane
+            value = tl.load(ring_values + ring_at, mask=old, other=0).to(tl.float32)
+            gate = tl.load(ring_gates + ring_at, mask=old, other=0).to(tl.float32)
+            new_value = tl.load(in_values + input_at, mask=new, other=0).to(tl.float32)
+            new_gate = tl.load(in_gates + input_at, mask=new, other=0).to(tl.float32)
+            added = tl.load(bias + (start + i) * bias_stride + lane, mask=new, other=0)
+            new_gate = new_gate + added.to(tl.float32)
+            # As the ring would have held them.
+            new_value = new_value.to(ring_values.dtype.element_ty).to(tl.float32)
+            new_gate = new_gate.to(ring_gates.dtype.element_ty).to(tl.float32)
+            # Selected, not multiplied: rows of positions before 0 may hold NaN.
+            values += (tl.where(own, new_value, value),)  # type: ignore[assignment]
+            gate = tl.where(own, new_gate, gate)
+            gates += (tl.where(there, gate, float("-inf")),)  # type: ignore[assignment]
+        peak = top
+        for i in tl.static_range(CHUNK):
+            peak = tl.maximum(peak, gates[i])
         # Where every gate so far is -inf, -inf - -inf would be NaN.
         base = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp(gate - base[None, :])
         shrink = tl.exp(top - base)
-        total = total * shrink + tl.sum(weight, axis=0)
-        acc = acc * shrink + tl.sum(weight * value, axis=0)
+        total = total * shrink
+        acc = acc * shrink
+        for i in tl.static_range(CHUNK):
+            weight = tl.exp(gates[i] - base)
+            total += weight
+            acc += weight * values[i]
         top = peak
     return acc, total, top
 
@@ -364,8 +369,8 @@ def compress(  # type: ignore[no-untyped-def]
 # --- arguments ------------------------------------------------------------------------------------
 
 
-MAX_CHUNK = 16
-"""Most rows of a block that a program reads at a time."""
+MAX_CHUNK = 8
+"""Most rows of a block that a program has on their way at a time."""
 
 
 def compressor_arguments(
