@@ -24,8 +24,8 @@ MOST_SPLITS = 8
 MIN_TILES = 5
 """Fewest tiles of 64 rows in a split, where a list has more than one split."""
 THREADS = 384
-SHARED_BYTES = 3 * TILE * WIDTH * 2 + 4 * TILE * 4 + 64 + 9 * 2048 + 7 * 2048
-"""Queries, two buffers of rows, scales, maxima, sums, barriers, an exchange, codes that wait."""
+SHARED_BYTES = 3 * TILE * WIDTH * 2 + 4 * TILE * 4 + 64 + 9 * 2048
+"""Queries and two buffers of rows; their scales; maxima and sums; barriers; a tile's weights."""
 
 
 class _Rows(ctypes.Structure):

@@ -3,8 +3,8 @@
 // computes; this file is about how.
 //
 // A block takes a split of a token's list, 64 rows at a time. One warpgroup reads rows and leaves
-// them decoded in one of two buffers. The two others take half of the rows' dims each, in both
-// products: the second hands its part of the logits to the first, which hands it the weights.
+// them decoded in one of two buffers. The next forms logits and weights, and multiplies the weights
+// with the first half of the rows' dims; it hands them to the last, which takes the other half.
 // Splits of a token are a cluster and add up through its shared memory, in their order.
 //
 // Compiled with FORMAT (0 bfloat16; 1 e4m3 with a scale a row; 2 e4m3 with an exponent for each 64)
@@ -33,8 +33,7 @@ constexpr int ROWS_AT = BUFFER;
 constexpr int SCALES_AT = ROWS_AT + 2 * BUFFER;
 constexpr int STATS_AT = SCALES_AT + 2 * TILE * 4;
 constexpr int BARRIERS_AT = STATS_AT + 2 * TILE * 4;
-constexpr int EXCHANGE_AT = BARRIERS_AT + 64;
-constexpr int STAGING_AT = EXCHANGE_AT + 9 * 2048;
+constexpr int WEIGHTS_AT = BARRIERS_AT + 64;
 
 struct Rows {
   const u8 *values, *rope, *scales;
@@ -228,10 +227,8 @@ __device__ __forceinline__ void store16(u32 at, u32 a, u32 b, u32 c, u32 d) {
 // one's rows are sent for into the L2 cache, the blocks after those and the entries after these
 // are looked up: no tile waits for one look-up after the other.
 //
-// Rows are copied to where the products read them. Codes of a tile's second half first lie in the
-// rows' own lines, half full, and a row's threads decode them when all of them have taken theirs.
-// Those of the first half wait elsewhere, each thread's by themselves, from before the buffer was
-// free: while they are decoded, the others are on their way.
+// Rows are copied to where the products read them; codes first lie in the row's own half-empty
+// lines, and its threads decode them when all of them have taken theirs.
 struct Reader {
   static constexpr bool CODES = FORMAT != 0;
 
@@ -242,14 +239,11 @@ struct Reader {
   // Of the tile located last.
   const u8 *values[2], *rope[2], *scales[2];
   bool there[2];
-  u32 exponents[2][2];
-  const u32 staging;
 
-  __device__ Reader(const Arguments &arguments, const List &list, u32 base, int slot, int position,
-                    int token, int thread)
+  __device__ Reader(const Arguments &arguments, const List &list, int slot, int position, int token,
+                    int thread)
       : arguments(arguments), list(list), slot(slot), position(position), token(token),
-        group(thread >> 2), part(thread & 3), tiles(list.end - list.begin),
-        staging(base + STAGING_AT + thread * 16) {
+        group(thread >> 2), part(thread & 3), tiles(list.end - list.begin) {
     int first[2] = {entry_of(0, 0), entry_of(0, 1)};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -262,7 +256,6 @@ struct Reader {
       place[h] = place_of(place_entry[h]);
       locate(0, h, first[h], first_place[h]);
     }
-    stage();
   }
 
   __device__ bool inside(int turn, int h) const {
@@ -294,13 +287,6 @@ struct Reader {
       rope[h] = rows.rope + at * rows.rope_place + row * rows.rope_row + part * 16;
       scales[h] = rows.scales + at * rows.scales_place + row * rows.scales_row;
     }
-    if (FORMAT == 2) {
-      exponents[h][0] = exponents[h][1] = 0;
-      if (there[h]) {
-        exponents[h][0] = *(const u32 *)scales[h];
-        exponents[h][1] = (u32)scales[h][4] | (u32)scales[h][5] << 8 | (u32)scales[h][6] << 16;
-      }
-    }
   }
 
   __device__ void look_ahead(int turn) {
@@ -327,57 +313,39 @@ struct Reader {
                  "r"(there[h] ? 16 : 0) : "memory");
   }
 
-  __device__ static void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-  // The codes of the first half of the tile located last.
-  __device__ void stage() const {
+  __device__ void copy(int h, u32 buffer, u32 scales_at) const {
+    const int row = group + 32 * h;
     if constexpr (CODES) {
 #pragma unroll
-      for (int j = 0; j < 7; ++j) copy16(staging + j * 2048, values[0] + j * 64, 0);
-      commit_copies();
+      for (int j = 0; j < 7; ++j) copy16(buffer + raw(j, row), values[h] + j * 64, h);
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        copy16(buffer + swizzled(COLUMNS - 1, row, j * 4 + part), rope[h] + j * 64, h);
+      if (FORMAT == 1 && part == 0)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(scales_at + row * 4),
+                     "l"(scales[h]), "r"(there[h] ? 4 : 0) : "memory");
+    } else {
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        copy16(buffer + swizzled(j >> 1, row, (j & 1) * 4 + part), values[h] + j * 64, h);
     }
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // The rest of it; of bfloat16 rows all.
-  __device__ void copy(u32 buffer, u32 scales_at) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = group + 32 * h;
-      if constexpr (CODES) {
-        if (h == 1) {
-#pragma unroll
-          for (int j = 0; j < 7; ++j) copy16(buffer + raw(j, row), values[h] + j * 64, h);
-        }
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          copy16(buffer + swizzled(COLUMNS - 1, row, j * 4 + part), rope[h] + j * 64, h);
-        if (FORMAT == 1 && part == 0)
-          asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(scales_at + row * 4),
-                       "l"(scales[h]), "r"(there[h] ? 4 : 0) : "memory");
-      } else {
-#pragma unroll
-        for (int j = 0; j < 16; ++j)
-          copy16(buffer + swizzled(j >> 1, row, (j & 1) * 4 + part), values[h] + j * 64, h);
-      }
-    }
-    commit_copies();
-  }
-
-  // Where codes 64 j + 16 part on of a row of the second half lie until they are decoded.
+  // Where codes 64 j + 16 part on of a row lie until they are decoded.
   __device__ u32 raw(int j, int row) const {
     return swizzled(j >> 1, row, (j & 1) * 4 + part);
   }
 
-  template <int H>
-  __device__ void decode(u32 buffer, const u32 *exponents) const {
-    const int row = group + 32 * H;
+  __device__ void decode(int h, u32 buffer, const u32 *exponents) const {
+    const int row = group + 32 * h;
     u32 codes[7][4];
 #pragma unroll
     for (int j = 0; j < 7; ++j)
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(codes[j][0]), "=r"(codes[j][1]), "=r"(codes[j][2]), "=r"(codes[j][3])
-                   : "r"(H ? buffer + raw(j, row) : staging + j * 2048) : "memory");
-    if (H) __syncwarp();
+                   : "r"(buffer + raw(j, row)) : "memory");
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < 7; ++j) {
       u32 half[8];
@@ -414,20 +382,28 @@ struct Reader {
       const int buffer = turn & 1;
       const u32 rows = base + ROWS_AT + buffer * BUFFER;
       barrier_wait(empty + 8 * buffer, ((turn >> 1) & 1) ^ 1);
-      copy(rows, base + SCALES_AT + buffer * TILE * 4);
+      copy(0, rows, base + SCALES_AT + buffer * TILE * 4);
+      copy(1, rows, base + SCALES_AT + buffer * TILE * 4);
+      u32 exponents[2][2] = {};
+      if constexpr (FORMAT == 2) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (there[h]) {
+            exponents[h][0] = *(const u32 *)scales[h];
+            exponents[h][1] =
+                (u32)scales[h][4] | (u32)scales[h][5] << 8 | (u32)scales[h][6] << 16;
+          }
+      }
+      look_ahead(turn);
       if constexpr (CODES) {
         wait_for_copies<1>();
-        decode<0>(rows, exponents[0]);
-        const u32 second[2] = {exponents[1][0], exponents[1][1]};
-        look_ahead(turn);
-        stage();
-        wait_for_copies<1>();
-        decode<1>(rows, second);
+        decode(0, rows, exponents[0]);
+        wait_for_copies<0>();
+        decode(1, rows, exponents[1]);
         hand_over(full + 8 * buffer);
-      } else {
-        look_ahead(turn);
-        wait_for_copies<1>();
-        if (turn > 0) hand_over(full + 8 * (buffer ^ 1));
+      } else if (turn > 0) {
+        wait_for_copies<2>();
+        hand_over(full + 8 * (buffer ^ 1));
       }
     }
     if constexpr (!CODES) {
@@ -439,56 +415,57 @@ struct Reader {
 
 // --- the warpgroups that multiply ---------------------------------------------------------------
 
-// Threads of the two warpgroups with the same heads and columns hand things to each other through
-// memory that only the two of them use.
-struct Exchange {
-  const u32 at;
-
-  __device__ Exchange(u32 base, int thread) : at(base + EXCHANGE_AT + (thread & 127) * 16) {}
-
-  __device__ void put(int i, const u32 *four) const {
-    store16(at + i * 2048, four[0], four[1], four[2], four[3]);
-  }
-
-  __device__ void take(int i, u32 *four) const {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3])
-                 : "r"(at + i * 2048) : "memory");
-  }
-};
-
+// The first warpgroup's threads hand what they hold to their likes in the second.
 struct Weights {
-  u32 fixed[16], rotated[16], shrink[4];  // two heads' shrink, as bits
+  u32 fixed[16], rotated[16];
+  float shrink[2];
 
-  __device__ void put(const Exchange &exchange) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      exchange.put(i, rotated + 4 * i);
-      if (FORMAT != 0) exchange.put(4 + i, fixed + 4 * i);
-    }
-    exchange.put(8, shrink);
+  __device__ static u32 place(u32 base, int thread, int i) {
+    return base + WEIGHTS_AT + i * 2048 + (thread & 127) * 16;
   }
 
-  __device__ void take(const Exchange &exchange) {
+  __device__ void put(u32 base, int thread) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      exchange.take(i, rotated + 4 * i);
-      if (FORMAT != 0) exchange.take(4 + i, fixed + 4 * i);
+      const u32 *four = rotated + 4 * i;
+      store16(place(base, thread, i), four[0], four[1], four[2], four[3]);
+      if (FORMAT != 0) {
+        four = fixed + 4 * i;
+        store16(place(base, thread, 4 + i), four[0], four[1], four[2], four[3]);
+      }
     }
-    exchange.take(8, shrink);
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place(base, thread, 8)), "f"(shrink[0]),
+                 "f"(shrink[1]) : "memory");
+  }
+
+  __device__ void take(u32 base, int thread) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load(rotated + 4 * i, place(base, thread, i));
+      if (FORMAT != 0) load(fixed + 4 * i, place(base, thread, 4 + i));
+    }
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(shrink[0]), "=f"(shrink[1]) : "r"(place(base, thread, 8)) : "memory");
+  }
+
+  __device__ static void load(u32 *four, u32 at) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3]) : "r"(at) : "memory");
   }
 };
 
-enum Handed { LOGITS = 3, WEIGHTS = 4 };
-
-template <Handed WHAT>
-__device__ __forceinline__ void hand() {
-  asm volatile("bar.arrive %0, 256;" ::"n"((int)WHAT) : "memory");
+__device__ __forceinline__ void weights_are_there(bool wait) {
+  if (wait)
+    asm volatile("bar.sync 3, 256;" ::: "memory");
+  else
+    asm volatile("bar.arrive 3, 256;" ::: "memory");
 }
 
-template <Handed WHAT>
-__device__ __forceinline__ void await() {
-  asm volatile("bar.sync %0, 256;" ::"n"((int)WHAT) : "memory");
+__device__ __forceinline__ void weights_are_taken(bool wait) {
+  if (wait)
+    asm volatile("bar.sync 4, 256;" ::: "memory");
+  else
+    asm volatile("bar.arrive 4, 256;" ::: "memory");
 }
 
 // Queries to shared memory, in the products' types.
@@ -518,19 +495,18 @@ __device__ __forceinline__ void fetch_queries(const Arguments &arguments, u32 ba
   }
 }
 
-// A warpgroup's part of a tile's logits.
-template <bool SECOND>
-__device__ __forceinline__ void multiply_queries(const Tile &queries, const Tile &rows,
-                                                 const float *scales, int pair, float *logits) {
-  constexpr int FIRST_COLUMN = SECOND ? 4 : 0, FIXED = SECOND ? 3 : 4;
+// Weights of a tile from its logits, and the running maximum and sum of each of a thread's heads.
+__device__ __forceinline__ void weigh(const Arguments &arguments, const Tile &queries,
+                                      const Tile &rows, const float *scales, int count, int pair, float *most,
+                                      float *sums, Weights &weights) {
+  float logits[32];
   products_begin();
 #pragma unroll
-  for (int column = 0; column < FIXED; ++column)
+  for (int column = 0; column < COLUMNS - 1; ++column)
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int at = (FIRST_COLUMN + column) * COLUMN + k * 32;
-      multiply<FORMAT == 0>(logits, queries + at, rows + at, column + k > 0);
-    }
+    for (int k = 0; k < 4; ++k)
+      multiply<FORMAT == 0>(logits, queries + (column * COLUMN + k * 32),
+                            rows + (column * COLUMN + k * 32), column + k > 0);
   if constexpr (FORMAT == 1) {
     products_end();
 #pragma unroll
@@ -539,38 +515,29 @@ __device__ __forceinline__ void multiply_queries(const Tile &queries, const Tile
       logits[4 * j] *= scale.x, logits[4 * j + 1] *= scale.y;
       logits[4 * j + 2] *= scale.x, logits[4 * j + 3] *= scale.y;
     }
-    if (SECOND) products_begin();
+    products_begin();
   }
-  if constexpr (SECOND) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int at = (COLUMNS - 1) * COLUMN + k * 32;
-      multiply<true>(logits, queries + at, rows + at, 1);
-    }
-  }
-  if constexpr (FORMAT != 1 || SECOND) products_end();
-}
+  for (int k = 0; k < 4; ++k)
+    multiply<true>(logits, queries + ((COLUMNS - 1) * COLUMN + k * 32),
+                   rows + ((COLUMNS - 1) * COLUMN + k * 32), 1);
+  products_end();
 
-// Weights of a tile from its logits, and the running maximum and sum of each of a thread's heads.
-__device__ __forceinline__ void weigh(float *logits, float factor, const float *scales, int count,
-                                      int pair, float *most, float *sums, Weights &weights) {
   float top[2] = {most[0], most[1]};
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float &logit = logits[4 * j + i];
-      logit = 8 * j + pair + (i & 1) < count ? logit * factor : -INFINITE;
+      logit = 8 * j + pair + (i & 1) < count ? logit * arguments.factor : -INFINITE;
       top[i >> 1] = fmaxf(top[i >> 1], logit);
     }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
     top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
-    const float shrink = exp2_of(most[i] - top[i]);
-    weights.shrink[i] = __float_as_uint(shrink);
-    weights.shrink[2 + i] = 0;
-    sums[i] *= shrink;
+    weights.shrink[i] = exp2_of(most[i] - top[i]);
+    sums[i] *= weights.shrink[i];
     most[i] = top[i];
   }
   // A product's sums lie among the threads as the next one's operand must.
@@ -613,7 +580,6 @@ __device__ __forceinline__ void attend_half(const Arguments &arguments, const Li
   publish_to_tensor_cores();
   asm volatile("bar.sync 1, 256;" ::: "memory");
 
-  const Exchange exchange(base, thread);
   float acc[4][32];
 #pragma unroll
   for (int column = 0; column < 4; ++column)
@@ -623,35 +589,23 @@ __device__ __forceinline__ void attend_half(const Arguments &arguments, const Li
   for (int tile = list.begin; tile < list.end; ++tile) {
     const int turn = tile - list.begin, buffer = turn & 1;
     const Tile rows(base + ROWS_AT + buffer * BUFFER);
-    const float *scales = (const float *)(shared + SCALES_AT) + buffer * TILE;
     Weights weights;
-    float logits[32];
     barrier_wait(full + 8 * buffer, (turn >> 1) & 1);
-    multiply_queries<SECOND>(Tile(base + Q_AT), rows, scales, pair, logits);
     if constexpr (SECOND) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) exchange.put(i, (const u32 *)logits + 4 * i);
-      hand<LOGITS>();
-      await<WEIGHTS>();
-      weights.take(exchange);
+      weights_are_there(true);
+      weights.take(base, thread);
+      if (tile + 1 < list.end) weights_are_taken(false);
     } else {
-      await<LOGITS>();
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        u32 theirs[4];
-        exchange.take(i, theirs);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) logits[4 * i + k] += __uint_as_float(theirs[k]);
-      }
-      weigh(logits, arguments.factor, scales, list.rows_of(tile), pair, most, sums, weights);
-      weights.put(exchange);
-      hand<WEIGHTS>();
+      weigh(arguments, Tile(base + Q_AT), rows, (const float *)(shared + SCALES_AT) + buffer * TILE,
+            list.rows_of(tile), pair, most, sums, weights);
+      if (turn > 0) weights_are_taken(true);
+      weights.put(base, thread);
+      weights_are_there(false);
     }
 #pragma unroll
     for (int column = 0; column < 4; ++column)
 #pragma unroll
-      for (int i = 0; i < 32; ++i)
-        acc[column][i] *= __uint_as_float(weights.shrink[(i >> 1) & 1]);
+      for (int i = 0; i < 32; ++i) acc[column][i] *= weights.shrink[(i >> 1) & 1];
     settle(acc);
     products_begin();
 #pragma unroll
@@ -769,7 +723,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   if (thread >= CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FORMAT == 0 ? 104 : 88));
     if (list.begin < list.end) {
-      Reader reader(arguments, list, base, slot, position, token, thread - CONSUMERS);
+      Reader reader(arguments, list, slot, position, token, thread - CONSUMERS);
       reader.run(base);
     }
   } else {
