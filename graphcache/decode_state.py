@@ -537,11 +537,11 @@ class DecodeState:
         return tensors
 
     def length_of(self, handle: int) -> int:
-        """Tokens that a slot has absorbed, after the steps submitted so far, which it waits for."""
+        """Tokens that a slot has absorbed; waits for what the current stream was given so far."""
         return self._lengths(self.slots.row_of(handle))[0]
 
     def tokens_of(self, handle: int) -> list[int]:
-        """All tokens of a slot, the pending one last; waits for the steps submitted so far."""
+        """All tokens of a slot, the pending one last; waits for the current stream's work so far."""
         row = self.slots.row_of(handle)
         length, _, _, limit = self._lengths(row)
         tokens: list[int] = self.tokens[row, : length + 1].tolist() if limit else []

@@ -743,7 +743,7 @@ def test_scalars_derived_from_the_length_follow_it(rewind: int) -> None:
     def check(*slots: int) -> None:
         for slot in slots:
             row = runtime.state.slots.row_of(slot)
-            assert int(layer.swa_head[row]) == runtime.state.length_of(slot) % layer.rows
+            assert int(layer.swa_head[row]) == runtime.length_of(slot) % layer.rows
         assert int(layer.swa_head[-1]) == 0
 
     slot = runtime.admit(list(range(1, 9)), stop=())
@@ -751,7 +751,7 @@ def test_scalars_derived_from_the_length_follow_it(rewind: int) -> None:
     for _ in range(7):
         runtime.step([slot]).tokens()
         check(slot)
-    runtime.rewind(slot, runtime.state.length_of(slot) - 1)
+    runtime.rewind(slot, runtime.length_of(slot) - 1)
     check(slot)
     fork = runtime.fork(slot)
     runtime.step([fork]).tokens()

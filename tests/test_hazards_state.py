@@ -492,7 +492,7 @@ def test_9_a_recycled_ring_starts_at_its_own_beginning(backend: str) -> None:
             layer: Any = runtime.state.layers[0].cache
             row = runtime.state.slots.row_of(slot)
             heads.append(int(layer.swa_head[row]))
-            assert heads[-1] == runtime.state.length_of(slot) % layer.rows
+            assert heads[-1] == runtime.length_of(slot) % layer.rows
         answers.append((tokens, heads, layer.swa_pos[row].tolist()))
     assert answers[0] == answers[1]
 

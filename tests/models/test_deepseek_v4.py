@@ -488,7 +488,7 @@ def test_a_replay_is_bit_equal_to_eager_at_the_same_bucket(backend: str) -> None
             assert one.tokens() == other.tokens()
             assert torch.equal(one.logits, other.logits), f"step {step}"
         assert differing(bits(replayed), bits(eager)) == []
-        lengths = [replayed.state.length_of(slot) for slot in asked[0]]
+        lengths = [replayed.length_of(slot) for slot in asked[0]]
         assert lengths == [40, 53, 84]
 
 
@@ -511,14 +511,14 @@ class _Life:
     def reach(self, length: int, *slots: int) -> list[Tensor]:
         """Step until `length` tokens are absorbed; logits of each step, [rows, V]."""
         logits = []
-        while self.runtime.state.length_of(slots[0]) < length:
+        while self.runtime.length_of(slots[0]) < length:
             result = self.runtime.step(list(slots))
             result.tokens()
             logits.append(result.logits.cpu().clone())
         return logits
 
     def tokens(self, slot: int) -> list[int]:
-        return self.runtime.state.tokens_of(slot)
+        return self.runtime.tokens_of(slot)
 
 
 END = 62
