@@ -946,7 +946,7 @@ def test_steps_leave_nothing_for_the_collector(backend: str, toy: ToyDecoder, ah
         finally:
             gc.enable()
         assert found == 0
-        assert grown <= 2
+        assert grown < 30  # a leak is one a step at least; the interpreter itself makes a few
 
 
 @both
@@ -963,14 +963,14 @@ def test_a_changed_batch_leaves_nothing_either(chained: DecodeRuntime) -> None:
     gc.disable()
     try:
         before = len(gc.get_objects())
-        run()
-        run()
+        for _ in range(10):
+            run()
         grown = len(gc.get_objects()) - before
         found = gc.collect()
     finally:
         gc.enable()
     assert found == 0
-    assert grown <= 2
+    assert grown < 12  # of 120 steps
 
 
 # --- addresses ------------------------------------------------------------------------------------
