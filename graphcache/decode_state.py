@@ -541,7 +541,7 @@ class DecodeState:
         return self._lengths(self.slots.row_of(handle))[0]
 
     def tokens_of(self, handle: int) -> list[int]:
-        """All tokens of a slot, the pending one last; waits for the current stream's work so far."""
+        """All tokens of a slot, the pending one last; waits for the current stream."""
         row = self.slots.row_of(handle)
         length, _, _, limit = self._lengths(row)
         tokens: list[int] = self.tokens[row, : length + 1].tolist() if limit else []

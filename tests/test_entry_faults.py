@@ -62,7 +62,7 @@ ACTIONS = 16
 
 
 def _operations() -> Iterator[ModuleType]:
-    for found in pkgutil.iter_modules(graphcache.ops.__path__, "graphcache.ops."):
+    for found in pkgutil.walk_packages(graphcache.ops.__path__, "graphcache.ops."):
         yield importlib.import_module(found.name)
 
 
@@ -118,7 +118,7 @@ def edit_operation(name: str, *edits: tuple[str, str]) -> Callable[[Patch], None
 
     def put(patch: Patch) -> None:
         module = importlib.import_module(f"graphcache.ops.{name}")
-        patch.setattr(module, "_op", edited(module._reference, *edits))
+        patch.setattr(module, "_op", edited(getattr(module.reference, name), *edits))
 
     return put
 
@@ -201,7 +201,7 @@ def emit_to_slot_0(emit: Callable[..., Any]) -> Callable[..., Any]:
 def padding_is_the_last_slot(patch: Patch) -> None:
     """-1 as an index, in a pool whose last row is a request's."""
     module = importlib.import_module("graphcache.ops.absorb")
-    names = list(inspect.signature(module._reference).parameters)
+    names = list(inspect.signature(module.reference.absorb).parameters)
 
     def absorbing(*given: Any) -> None:
         arguments = dict(zip(names, given, strict=True))
@@ -209,14 +209,16 @@ def padding_is_the_last_slot(patch: Patch) -> None:
         if arguments["tags"] is not None:
             last = arguments["tags"].shape[0] - 2
             arguments["slots"] = torch.where(slots < 0, last, slots)
-        module._reference(**arguments)
+        module.reference.absorb(**arguments)
 
     patch.setattr(module, "_op", absorbing)
 
 
 def one_selected_less(patch: Patch) -> None:
     module = importlib.import_module("graphcache.ops.index_select")
-    patch.setattr(module, "_op", lambda *given: module._reference(*given[:-1], given[-1] - 1))
+    patch.setattr(
+        module, "_op", lambda *given: module.reference.index_select(*given[:-1], given[-1] - 1)
+    )
 
 
 def leaves_out(copy: str, part: str) -> Callable[[Patch], None]:

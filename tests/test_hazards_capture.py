@@ -300,7 +300,7 @@ def test_15_attentions_counters_do_not_grow_in_a_capture(monkeypatch: pytest.Mon
     toy(state.begin(ran_elsewhere))
     torch.cuda.synchronize()
     module = importlib.import_module("graphcache.ops.decode_attention")
-    monkeypatch.setattr(module, "_COUNTERS", {})
+    monkeypatch.setattr(module.counters, "_COUNTERS", {})
     with pytest.raises(CaptureError, match=r"WorkspaceNotReady.*before capture"):
         machine.capture(lambda: toy(state.begin(requested)))
     with machine.context():

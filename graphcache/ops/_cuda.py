@@ -30,12 +30,12 @@ def nvrtc_is_there() -> bool:
 def cuda_kernel(
     source: str, name: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device: int
 ) -> Any:
-    """A kernel of a source file beside this one, loaded on a device.
+    """A kernel of a source file below this folder, loaded on a device.
 
     Synchronizes the device, as loading a module does: have it called before a capture.
 
     Args:
-        source: file name.
+        source: path from this folder.
         name: of an `extern "C"` kernel in it.
         defines: macros and their values.
         shared_bytes: dynamic shared memory that launches of it take.

@@ -421,7 +421,7 @@ def check_close(
 def kernel_on_cpu() -> Iterator[None]:
     """`absorb` launches its kernel whatever the device, as where Triton interprets."""
     operation = module._op
-    module._op = module._launch
+    module._op = module.kernel.launch
     try:
         yield
     finally:
@@ -470,13 +470,13 @@ def launch_of(call: Callable[[], None], strides: str = "i32") -> tuple[Any, ...]
         call: calls `absorb` on CPU tensors; nothing runs.
         strides: type of integers: "i64" as where slots lie more than 2**31 elements apart.
     """
-    kernel, recorder = module._absorb_kernel, _Recorder()
-    module._absorb_kernel = recorder
+    kernel, recorder = module.kernel._absorb_kernel, _Recorder()
+    module.kernel._absorb_kernel = recorder
     try:
         with kernel_on_cpu():
             call()
     finally:
-        module._absorb_kernel = kernel
+        module.kernel._absorb_kernel = kernel
     signature = {}
     for name, given in zip(kernel.arg_names, recorder.given, strict=False):
         if isinstance(given, Tensor):

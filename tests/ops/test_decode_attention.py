@@ -169,8 +169,8 @@ def check_later_tokens_do_not_matter(operation: Attend, device: str = "cpu") -> 
 
 
 def interpreted(*arguments: Any) -> Tensor:
-    out: Tensor = module._launch(*arguments)
-    for counters in module._COUNTERS.values():
+    out: Tensor = module.kernel.launch(*arguments)
+    for counters in module.counters._COUNTERS.values():
         assert not counters.any()
     return out
 
@@ -296,25 +296,25 @@ def test_traces_without_data() -> None:
 
 def test_counters_grow_outside_captures_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(module, "_COUNTERS", {})
-    monkeypatch.setattr(module, "_OUTGROWN", [])
+    monkeypatch.setattr(module.counters, "_COUNTERS", {})
+    monkeypatch.setattr(module.counters, "_OUTGROWN", [])
     on_cpu = torch.device("cpu")
-    first = module._counters(on_cpu, 10)
-    assert first.numel() == module.COUNTERS and not first.any()
-    assert module._counters(on_cpu, module.COUNTERS) is first
-    second = module._counters(on_cpu, module.COUNTERS + 1)
-    assert second.numel() > module.COUNTERS
-    assert [held is first for held in module._OUTGROWN] == [True]
+    first = module.counters.counters_of(on_cpu, 10)
+    assert first.numel() == module.counters.COUNTERS and not first.any()
+    assert module.counters.counters_of(on_cpu, module.counters.COUNTERS) is first
+    second = module.counters.counters_of(on_cpu, module.counters.COUNTERS + 1)
+    assert second.numel() > module.counters.COUNTERS
+    assert [held is first for held in module.counters._OUTGROWN] == [True]
 
     stream = SimpleNamespace(device_index=0, cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(WorkspaceNotReady, match="needs 10 counters on this stream and has 0"):
-        module._counters(torch.device("cuda"), 10)
-    module._COUNTERS[0, 7] = first
-    assert module._counters(torch.device("cuda"), 10) is first
+        module.counters.counters_of(torch.device("cuda"), 10)
+    module.counters._COUNTERS[0, 7] = first
+    assert module.counters.counters_of(torch.device("cuda"), 10) is first
     with pytest.raises(WorkspaceNotReady):
-        module._counters(torch.device("cuda"), module.COUNTERS + 1)
+        module.counters.counters_of(torch.device("cuda"), module.counters.COUNTERS + 1)
 
 
 def test_splits_follow_from_the_schema() -> None:
@@ -327,7 +327,7 @@ def test_splits_follow_from_the_schema() -> None:
         ]
         table = torch.empty(9, layout.width, device="meta") if layout.width else None
         plans = [
-            module._plan(
+            module.kernel.tiling(
                 torch.empty(tokens, layout.heads, layout.k_dim, dtype=torch.bfloat16),
                 *caches,
                 table,
@@ -372,7 +372,7 @@ def test_the_kernel_builds_for_an_h200(shape: str, dtype: torch.dtype) -> None:
         for dim in (layout.k_dim, layout.v_dim)
     ]
     table = torch.empty(9, layout.width, device="meta") if layout.width else None
-    plan = module._plan(q, *caches, table, layout.window)
+    plan = module.kernel.tiling(q, *caches, table, layout.window)
     options = {"num_warps": plan.pop("num_warps"), "num_stages": plan.pop("num_stages")}
     plan |= {"HAS_SINKS": layout.sinks, "SOFTCAP": layout.softcap > 0}
     signature = dict.fromkeys(("q", "k_cache", "v_cache", "sinks", "out"), f"*{name}")
@@ -380,7 +380,7 @@ def test_the_kernel_builds_for_an_h200(shape: str, dtype: torch.dtype) -> None:
     signature |= {"partials": "*fp32", "stats": "*fp32", "factor": "fp32", "cap": "fp32"}
     strides = ("q_token", "q_head", "k_cache", "v_cache", "table")
     signature |= {f"{each}_stride": "i32" for each in strides}
-    kernel = module._decode_attention_kernel
+    kernel = module.kernel._decode_attention_kernel
     assert build_for_sm90(kernel, signature, plan, **options).startswith(b"\x7fELF")
 
 
@@ -479,7 +479,7 @@ def test_partial_results_arrive_in_any_order(rows: int) -> None:
         outs = [attend(decode_attention, store, step) for _ in range(50)]
         assert all(torch.equal(out, first) for out in outs)
     torch.cuda.synchronize()
-    assert all(not counters.any() for counters in module._COUNTERS.values())
+    assert all(not counters.any() for counters in module.counters._COUNTERS.values())
 
 
 @pytest.mark.gpu
@@ -510,7 +510,7 @@ def test_the_kernel_in_a_graph() -> None:
 
 @pytest.mark.gpu
 def test_a_capture_without_a_warm_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COUNTERS", {})
+    monkeypatch.setattr(module.counters, "_COUNTERS", {})
     store = gpu_store(replace(SMOLLM2, dtype=torch.bfloat16, slots=2), [10, 10])
     step = store.step([(0, 1)], 1)
     append_by_hand(store, step)

@@ -54,7 +54,7 @@ def run(batch: Batch) -> Tensor:
 def launched(batch: Batch) -> Tensor:
     """As `run`, with the kernels whatever the device."""
     operation = module._op
-    module._op = module._launch
+    module._op = module.kernel.launch
     try:
         return run(batch)
     finally:
@@ -110,7 +110,7 @@ def interpreted_shapes() -> None:
 
 def interpreted_splits() -> None:
     batch = make(LONG)
-    shape, _ = module._plan(batch.q, batch.ring, 8, 5, 48 * 16, split=True)
+    shape, _ = module.kernel.tiling(batch.q, batch.ring, 8, 5, 48 * 16, split=True)
     assert shape["SPLITS"] > 1
     whole = launched(batch)
     check(whole, batch)
@@ -151,11 +151,11 @@ TYPES = {
 
 
 def _build(batch: Batch, integers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = {name: getattr(module, name) for name in ("_attend_kernel", "_add_kernel")}
+    kernels = {name: getattr(module.kernel, name) for name in ("_attend_kernel", "_add_kernel")}
     recorders = {name: _Recorder() for name in kernels}
     with monkeypatch.context() as patch:
         for name, recorder in recorders.items():
-            patch.setattr(module, name, recorder)
+            patch.setattr(module.kernel, name, recorder)
         launched(batch)
     for name, kernel in kernels.items():
         recorder = recorders[name]

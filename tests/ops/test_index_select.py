@@ -355,8 +355,8 @@ def check_many(operation: Select, device: str = "cpu") -> None:
 
 
 def check_more_selected_than_lanes(operation: Select, device: str = "cpu") -> None:
-    scores = np.random.default_rng(5).normal(size=module.MOST_LANES + 900)
-    check_scores(operation, scores, [module.MOST_LANES + 200], device)
+    scores = np.random.default_rng(5).normal(size=module.select.MOST_LANES + 900)
+    check_scores(operation, scores, [module.select.MOST_LANES + 200], device)
 
 
 def check_each_token_alone(operation: Select, store: Store, step: Step) -> None:
@@ -532,7 +532,7 @@ def interpreted(*arguments: Any) -> Tensor:
 
     Tensor.new_empty = filled  # type: ignore[method-assign]
     try:
-        out: Tensor = module._launch(*arguments)
+        out: Tensor = module.kernel.launch(*arguments)
     finally:
         Tensor.new_empty = plain  # type: ignore[method-assign]
     return out
@@ -572,9 +572,9 @@ def test_the_score_kernel_builds_for_an_h200(shape: str) -> None:
     q = torch.empty(1, lay.heads, lay.dim, dtype=lay.q_dtype, device="meta")
     values = torch.empty(9, lay.rows, lay.dim, dtype=lay.key_dtype, device="meta")
     scales = torch.empty(9, lay.rows, device="meta") if lay.key_dtype == FP8 else None
-    plan = module._score_plan(q, values, scales, lay.m, lay.top_k)
+    plan = module.score.score_plan(q, values, scales, lay.m, lay.top_k)
     options = {"num_warps": plan.pop("num_warps"), "num_stages": plan.pop("num_stages")}
-    kernel = module._score_kernel
+    kernel = module.score.score_kernel
     signature = {"q": TYPES[lay.q_dtype], "key_values": TYPES[lay.key_dtype]}
     signature |= dict.fromkeys(("weights", "key_scales"), "*fp32")
     signature |= dict.fromkeys(("table", "slots", "positions", "keys", "maxima"), "*i32")
@@ -588,9 +588,9 @@ def test_the_select_kernel_builds_for_an_h200(top_k: int, has_scores: bool) -> N
     pytest.importorskip("triton")
     from tests.kernel_build import build_for_sm90
 
-    plan = module._select_plan(4, top_k, has_scores)
+    plan = module.select.select_plan(4, top_k, has_scores)
     num_warps = plan.pop("num_warps")
-    kernel = module._select_kernel
+    kernel = module.select.select_kernel
     signature = {name: "*i32" for name in kernel.arg_names if name not in plan}
     signature["capacity"] = "i32"
     assert build_for_sm90(kernel, signature, plan, num_warps).startswith(b"\x7fELF")
@@ -720,7 +720,7 @@ def test_offsets_past_two_to_the_31_elements() -> None:
 if __name__ == "__main__":
     for seed in range(14):
         # So few that a program takes several tiles.
-        module.PROGRAMS = 40 if seed < 8 else 396
+        module.kernel.PROGRAMS = 40 if seed < 8 else 396
         check_random_steps(interpreted, seed)
     for check in CHECKS:
         check(interpreted)

@@ -294,10 +294,10 @@ def test_the_kernel_builds_for_an_h200(shape: str, dtype: torch.dtype) -> None:
         for dim in (layout.k_dim, layout.v_dim)
     ]
     table = torch.empty(9, layout.width, device="meta") if layout.width else None
-    plan = module._plan(q, *caches, table, layout.window)
+    plan = module.kernel.tiling(q, *caches, table, layout.window)
     options = {"num_warps": plan.pop("num_warps"), "num_stages": plan.pop("num_stages")}
     plan |= {"HAS_SINKS": layout.sinks, "SOFTCAP": layout.softcap > 0}
-    kernel = module._prefill_attention_kernel
+    kernel = module.kernel._prefill_attention_kernel
     tensors = ("q", "k", "v", "k_cache", "v_cache", "sinks", "out")
     signature = dict.fromkeys(tensors, f"*{name}")
     signature |= dict.fromkeys(("slots", "positions", "table"), "*i32")
@@ -368,7 +368,7 @@ def test_the_kernel_on_each_row_alone(dtype: torch.dtype) -> None:
 def test_the_kernel_compiles_once_for_every_chunk_length() -> None:
     layout = replace(SHAPES["smollm2"], dtype=torch.bfloat16)
     store = Store(layout, np.random.default_rng(1), "cuda", keep_history=False)
-    kernel = module._prefill_attention_kernel
+    kernel = module.kernel._prefill_attention_kernel
     attend(prefill_attention, store, store.step([(0, 5)], 5))
     (caches,) = kernel.device_caches.values()
     compiled = len(caches[0])
@@ -401,9 +401,9 @@ def test_the_kernel_in_a_graph() -> None:
 
 if __name__ == "__main__":
     for seed in range(5):
-        check_random_chunks(module._launch, seed, writes=append_module._launch)
-    check_edges_of_tiles(module._launch)
+        check_random_chunks(module.kernel.launch, seed, writes=append_module._launch)
+    check_edges_of_tiles(module.kernel.launch)
     np.matmul = product_by_columns  # type: ignore[assignment]
     small = Layout(3, 1, 16, 16, rows=140, window=40, sinks=True, slots=2)
-    check_chunks_of_any_length(module._launch, append_module._launch, small, 160)
+    check_chunks_of_any_length(module.kernel.launch, append_module._launch, small, 160)
     print("done")

@@ -198,7 +198,7 @@ def check_mix(operation: Operation) -> None:
 
 
 def check_large_vocabulary(operation: Operation) -> None:
-    vocabulary = module.LARGE_VOCABULARY + 1000
+    vocabulary = module.kernel.LARGE_VOCABULARY + 1000
     chosen = [2, 9, -1, 0]
     pool, _, _, _ = mixed(8, 8, torch.float32, 1)
     generator = torch.Generator().manual_seed(3)
@@ -499,8 +499,12 @@ def test_split_kernel_builds(logits: str, block: int) -> None:
     pytest.importorskip("triton")
     from kernel_build import build_for_sm90
 
-    kernel = module._split_kernel
-    constants = {"BLOCK": block, "GROUP": module.GROUP, "DRAWS": min(block, module.DRAWS)}
+    kernel = module.kernel._split_kernel
+    constants = {
+        "BLOCK": block,
+        "GROUP": module.kernel.GROUP,
+        "DRAWS": min(block, module.kernel.DRAWS),
+    }
     assert build_for_sm90(kernel, signature(kernel, logits, constants), constants)
 
 
@@ -510,8 +514,8 @@ def test_token_kernel_builds(logits: str, shift: int, splits: int, groups: int) 
     pytest.importorskip("triton")
     from kernel_build import build_for_sm90
 
-    kernel = module._token_kernel
-    constants = {"SPLITS": splits, "TILE": module.TILE, "GROUP": module.GROUP}
+    kernel = module.kernel._token_kernel
+    constants = {"SPLITS": splits, "TILE": module.kernel.TILE, "GROUP": module.kernel.GROUP}
     constants |= {"GROUPS": groups, "SHIFT": shift}
     assert build_for_sm90(kernel, signature(kernel, logits, constants), constants, num_warps=8)
 
@@ -595,5 +599,5 @@ def test_kernel_in_a_graph(vocabulary: int, padded: int, rows: int) -> None:
 
 if __name__ == "__main__":
     for each in CHECKS:
-        each(module._launch)
+        each(module.kernel.launch)
         print(each.__name__)

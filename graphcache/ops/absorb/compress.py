@@ -1,149 +1,20 @@
-"""The compressor's part of `absorb`: a token's tail rows, and the entry of the block it completes.
-
-The reference, the kernel's device functions and the checks; `absorb` is the operation.
-"""
+"""The compressor's part of the kernel: tail rows, and the entry of the block they complete."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..errors import SchemaError
-from ..rows import Rows
-from ._rows import (
+from .._rows import (
     as_rows,
-    check_rows,
     format_of,
     normalise,
-    normed,
     rotate,
-    rotated,
-    row_of_parts,
     row_strides,
-    scatter,
     store_row,
 )
-from ._triton import jit, tl, triton
-
-__all__ = [
-    "Compressor",
-    "TailParts",
-    "append_tail",
-    "check_compressor",
-    "check_norm",
-    "check_pair",
-    "compress",
-    "compressor_arguments",
-    "emit_entries",
-    "flat",
-    "lands",
-    "require",
-    "written",
-]
-
-
-class TailParts(NamedTuple):
-    """A tail's rings, each [S1, R, D] of one dtype; the previous stream's only with overlap."""
-
-    values: Tensor
-    gates: Tensor
-    previous_values: Tensor | None = None
-    previous_gates: Tensor | None = None
-
-
-class Compressor(NamedTuple):
-    """What a compressor is given for a batch, and where it keeps it. ov is 1 with overlap, else 0.
-
-    Attributes:
-        values: [T, (1+ov)·D], projected; with overlap the previous stream's dims come first.
-        gates: [T, (1+ov)·D], likewise, before the bias.
-        bias: [m, (1+ov)·D], added to the gates by position in the block.
-        norm: [D], weight of the entry's norm.
-        tail: the rings.
-        entries: [blocks, entries of a block, ...]: where entries are stored.
-    """
-
-    values: Tensor
-    gates: Tensor
-    bias: Tensor
-    norm: Tensor
-    tail: TailParts
-    entries: Rows
-
-
-# --- the reference --------------------------------------------------------------------------------
-
-
-def written(slots: Tensor, q_len: int, ring_rows: int) -> Tensor:
-    """Tokens whose rows land in a ring: of each run the last `ring_rows`."""
-    written = slots >= 0
-    if q_len > ring_rows:
-        written.view(-1, q_len)[:, :-ring_rows] &= slots.view(-1, q_len)[:, ring_rows:] < 0
-    return written.nonzero().squeeze(1)
-
-
-def emit_entries(
-    parts: Compressor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    q_len: int,
-) -> None:
-    values, gates = _tail_rows(parts, positions)
-    tail, m, width = parts.tail, parts.bias.shape[0], parts.norm.shape[0]
-    ring_rows = tail.values.shape[1]
-    block_entries = parts.entries.values.shape[1]
-    streams = [(tail.values, tail.gates, 0, slice(-width, None))]
-    if tail.previous_values is not None and tail.previous_gates is not None:
-        streams.insert(0, (tail.previous_values, tail.previous_gates, m, slice(0, width)))
-    for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        if slot < 0 or (position + 1) % m:
-            continue
-        run_start = position - token % q_len
-        read_values, read_gates = [], []
-        for ring_values, ring_gates, back, columns in streams:
-            for x in range(max(0, position - m + 1 - back), position - back + 1):
-                if x >= run_start:
-                    own = token - (position - x)
-                    read_values.append(values[own, columns])
-                    read_gates.append(gates[own, columns])
-                else:
-                    read_values.append(ring_values[slot, x % ring_rows])
-                    read_gates.append(ring_gates[slot, x % ring_rows])
-        weight = torch.stack(read_gates).float().softmax(0)
-        pooled = (weight * torch.stack(read_values).float()).sum(0)
-        entry = rotated(normed(pooled, parts.norm, eps), cos[token], sin[token])
-        index = position // m
-        block = table[slot, index // block_entries].long()
-        row = torch.tensor(index % block_entries)
-        scatter(parts.entries, block, row, row_of_parts(parts.entries).encode(entry))
-
-
-def _tail_rows(parts: Compressor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and gates of a batch as its tail rows hold them: biased, and in the tail's dtype."""
-    dtype = parts.tail.values.dtype
-    bias = parts.bias.float()[positions.long() % parts.bias.shape[0]]
-    return parts.values.to(dtype), (parts.gates.float() + bias).to(dtype)
-
-
-def append_tail(parts: Compressor, slots: Tensor, positions: Tensor, q_len: int) -> None:
-    values, gates = _tail_rows(parts, positions)
-    tail, width = parts.tail, parts.norm.shape[0]
-    tokens = written(slots, q_len, tail.values.shape[1])
-    place, row = slots[tokens].long(), positions[tokens].long() % tail.values.shape[1]
-    tail.values[place, row] = values[tokens, -width:]
-    tail.gates[place, row] = gates[tokens, -width:]
-    if tail.previous_values is not None and tail.previous_gates is not None:
-        tail.previous_values[place, row] = values[tokens, :width]
-        tail.previous_gates[place, row] = gates[tokens, :width]
-
-
-# --- in the kernel --------------------------------------------------------------------------------
+from .._triton import jit, tl, triton
 
 
 @jit
@@ -366,9 +237,6 @@ def compress(  # type: ignore[no-untyped-def]
             )
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
 MAX_CHUNK = 8
 """Most rows of a block that a program has on their way at a time."""
 
@@ -394,73 +262,3 @@ def compressor_arguments(
         "CHUNK": min(MAX_CHUNK, triton.next_power_of_2(bias.shape[0])),
         "FORMAT": format_of(rows),
     }
-
-
-def flat(parts: Compressor | None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    if parts is None:
-        return [], [], []
-    rings = [ring for ring in parts.tail if ring is not None]
-    return list(parts[:4]), rings, parts.entries.parts()
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SchemaError(f"absorb: {message}")
-
-
-def check_norm(norm: Tensor | None, width: int, name: str) -> None:
-    if norm is not None:
-        require(
-            norm.shape == (width,) and norm.is_floating_point() and norm.is_contiguous(),
-            f"{name} must be [{width}] float, contiguous, got {list(norm.shape)} {norm.dtype}",
-        )
-
-
-def check_compressor(
-    name: str, parts: Compressor, entries: Tensor, q_len: int, *, both: bool
-) -> None:
-    tail, width = parts.tail, parts.norm.shape[0]
-    overlap = int(tail.previous_values is not None)
-    columns = (1 + overlap) * width
-    check_norm(parts.norm, width, f"{name}.norm")
-    m = parts.bias.shape[0]
-    require(
-        m >= 1 and parts.bias.shape == (m, columns) and parts.bias.is_contiguous(),
-        f"{name}.bias must be [m, {columns}], contiguous, got {list(parts.bias.shape)}",
-    )
-    for given in (parts.values, parts.gates):
-        require(
-            given.shape == (entries.shape[0], columns)
-            and given.stride() == (parts.values.stride(0), 1)
-            and given.dtype == parts.values.dtype,
-            f"{name}.values and gates must be [{entries.shape[0]}, {columns}] of one dtype and "
-            f"stride, got {list(given.shape)} {given.dtype} with strides {list(given.stride())}",
-        )
-    ring = tail.values
-    for part in (part for part in tail if part is not None):
-        require(
-            part.dim() == 3
-            and part.dtype in (torch.float32, torch.bfloat16)
-            and (part.shape, part.dtype, part.stride()) == (ring.shape, ring.dtype, ring.stride())
-            and part.shape[2] == width
-            and part.stride()[1:] == (width, 1),
-            f"{name}.tail must be [S1, R, {width}] float32 or bfloat16 of one stride, contiguous "
-            f"within a slot, got {list(part.shape)} {part.dtype}",
-        )
-    needed = (1 + overlap) * m + q_len - 1
-    require(
-        not both or ring.shape[1] >= needed,
-        f"a step of {q_len} tokens a slot needs {needed} rows in {name}.tail, "
-        f"it has {ring.shape[1]}: lay the layer out with step_width={q_len}",
-    )
-    check_rows("absorb", f"{name}.entries", parts.entries, width)
-
-
-def check_pair(compressor: Compressor, index: Compressor) -> None:
-    same = (
-        compressor.bias.shape[0] == index.bias.shape[0]
-        and (compressor.tail.previous_values is None) == (index.tail.previous_values is None)
-        and compressor.tail.values.shape[1] == index.tail.values.shape[1]
-        and compressor.entries.values.shape[1] == index.entries.values.shape[1]
-    )
-    require(same, "index must share m, overlap, tail rows and block entries with compressor")

@@ -1,5 +1,5 @@
 // Attention of one token's 64 heads over its window and compressed entries, for compute capability
-// 9.0: rows of 512 dims, the last 64 rotated and in bfloat16. See entry_attention.py for what it
+// 9.0: rows of 512 dims, the last 64 rotated and in bfloat16. See __init__.py for what it
 // computes; this file is about how.
 //
 // A block takes a split of a token's list, 64 rows at a time. One warpgroup reads rows and leaves

@@ -1,16 +1,4 @@
-"""Attention of a chunk of tokens over its own rows and, below them, its slot's cache: one kernel.
-
-The chunk's rows come from the input, rounded to the cache's dtype, so the chunk need not have been
-appended: with rings it must not be, since the chunk may be longer than the ring.
-
-Blocks of keys begin at multiples of their size, counted in positions, whether they lie in the
-cache or in the chunk. So a token's result has the same bits however its prompt was cut into
-chunks.
-
-Padding (slot -1) reads nothing and gives zeros. Within a tile of queries weights are masked by
-token, values by what any of its tokens may see: a value that is not finite reaches the earlier
-tokens of its tile too.
-"""
+"""The kernel: one program a tile of the chunk's rows and a K/V head."""
 
 from __future__ import annotations
 
@@ -20,20 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kv import (
-    attend,
-    check_attention,
-    check_rows,
-    gather_rows,
+from .._kv import (
     load_block,
     logit_scales,
     softmax_step,
     with_sink,
 )
-from ._library import register
-from ._triton import jit, jit_for_any, tl, triton
-
-__all__ = ["prefill_attention"]
+from .._triton import jit, jit_for_any, tl, triton
 
 TILES: dict[bool, tuple[tuple[float, tuple[int, int, int, int]], ...]] = {
     False: (
@@ -46,47 +27,6 @@ TILES: dict[bool, tuple[tuple[float, tuple[int, int, int, int]], ...]] = {
 }
 """Queries, keys, warps and stages of a program by width of a head; True for fp32 arithmetic, which
 has no matrix units and keeps its operands in registers."""
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    q_len: int,
-    scale: float,
-    table: Tensor | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
-    for begin in range(0, q.shape[0], q_len):
-        slot, start = int(slots[begin]), int(positions[begin])
-        run = int((slots[begin : begin + q_len] >= 0).sum())
-        if not run:
-            continue
-        first = max(0, start - window + 1) if window else 0
-        tokens = slice(begin, begin + run)
-        keys = k[tokens].to(k_cache.dtype).transpose(0, 1)
-        values = v[tokens].to(v_cache.dtype).transpose(0, 1)
-        if first < start:
-            old_keys = gather_rows(k_cache, table, slot, first, start - 1)
-            old_values = gather_rows(v_cache, table, slot, first, start - 1)
-            keys = torch.cat([old_keys, keys], 1)
-            values = torch.cat([old_values, values], 1)
-        position = torch.arange(start, start + run)[:, None]
-        key = torch.arange(first, start + run)
-        allowed = key <= position
-        if window:
-            allowed &= key > position - window
-        queries = q[tokens].transpose(0, 1)
-        attended = attend(queries, keys, values, scale, softcap, sinks, allowed)
-        out[tokens] = attended.transpose(0, 1).to(q.dtype)
-    return out
 
 
 @jit
@@ -293,7 +233,7 @@ def _prefill_attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_at, done.to(out.dtype.element_ty), mask=out_mask)
 
 
-def _plan(
+def tiling(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor | None, window: int
 ) -> dict[str, Any]:
     """Tiles, from the schema alone: heads, dims, dtypes, rows and the window."""
@@ -320,7 +260,7 @@ def _plan(
     }
 
 
-def _launch(
+def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -339,7 +279,7 @@ def _launch(
     out = q.new_empty(tokens, heads, v_dim)
     if not tokens:
         return out
-    plan = _plan(q, k_cache, v_cache, table, window)
+    plan = tiling(q, k_cache, v_cache, table, window)
     factor, cap = logit_scales(scale, softcap)
     kernel: Any = _prefill_attention_kernel
     kernel[(heads, triton.cdiv(q_len, plan["BLOCK_M"]), tokens // q_len)](
@@ -368,101 +308,5 @@ def _launch(
         **plan,
         HAS_SINKS=sinks is not None,
         SOFTCAP=softcap > 0,
-    )
-    return out
-
-
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    q_len: int,
-    scale: float,
-    table: Tensor | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-_op = register(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slots,"
-    " Tensor positions, int q_len, float scale, Tensor? table, int window, float softcap,"
-    " Tensor? sinks) -> Tensor",
-    reference=_reference,
-    kernel=_launch,
-    fake=_fake,
-)
-
-
-def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    q_len: int,
-    scale: float,
-    table: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend a chunk of each row's slot to itself and to what the slot holds below it. One node.
-
-    Column c of a row is at position `p0 + c`, p0 the position of its first token. It sees positions
-    `max(0, p0 + c - window + 1) .. p0 + c`: those from p0 on in k and v, rounded to the cache's
-    dtype, those below in the cache, where nothing is written. In a ring the window's rows below p0
-    must still be there, so append the chunk after this. Logits, softcap and sinks as in
-    `decode_attention`. Runs on the current stream without synchronizing; allocates the output only.
-
-    Args:
-        q: [T, H, Dk], rotary applied; T = rows x q_len, row-major. Any strides but the last. H is
-            a multiple of Hkv; head h reads K/V head `h // (H // Hkv)`.
-        k: [T, Hkv, Dk], rotary applied. Any strides but the last.
-        v: [T, Hkv, Dv], likewise.
-        k_cache: [N, Hkv, Rw, Dk] float32, bfloat16 or float16. Where its dtype is not q's, or is
-            float32, all arithmetic is float32.
-        v_cache: [N, Hkv, Rw, Dv], of k_cache's dtype.
-        slots: [T] int32, -1 for padding; a row's tokens are one ascending run at its start.
-        positions: [T] int32.
-        q_len: tokens a row.
-        scale: of the logits.
-        table: [S1, W] int32, the blocks of each slot; None for a ring.
-        window: tokens a query sees, itself included; 0 for all.
-        softcap: 0 for none.
-        sinks: [H] float, or None.
-
-    Returns:
-        [T, H, Dv] of q's dtype, contiguous; zeros at padding.
-
-    Raises:
-        SchemaError: for other dtypes, shapes or strides.
-    """
-    check_attention(
-        "prefill_attention",
-        q,
-        k_cache,
-        v_cache,
-        slots,
-        positions,
-        q_len,
-        table,
-        window,
-        softcap,
-        sinks,
-    )
-    tokens, heads = slots.shape[0], k_cache.shape[1]
-    check_rows("prefill_attention", "k", k, (tokens, heads, k_cache.shape[3]))
-    check_rows("prefill_attention", "v", v, (tokens, heads, v_cache.shape[3]))
-    out: Tensor = _op(
-        q, k, v, k_cache, v_cache, slots, positions, q_len, scale, table, window, softcap, sinks
     )
     return out

@@ -13,9 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..rows import Rows
-from ._cuda import cuda_kernel, launch, nvrtc_is_there
-from ._rows import format_of, row_strides
+from ...rows import Rows
+from .._cuda import cuda_kernel, launch, nvrtc_is_there
+from .._rows import format_of, row_strides
 
 __all__ = ["attend", "serves"]
 
@@ -116,7 +116,7 @@ def attend(
     tokens, heads, _ = q.shape
     splits = splits_of(window_size, most_entries)
     defines = (("FORMAT", format_of(ring)), ("SPLITS", splits))
-    kernel = cuda_kernel("entry_attention.cu", "attend", defines, SHARED_BYTES, q.device.index)
+    kernel = cuda_kernel("entry_attention/sm90.cu", "attend", defines, SHARED_BYTES, q.device.index)
     arguments = _Arguments(
         _rows(ring), _rows(entries), *(_pointer(part) for part in (
             q, slots, positions, table, selected, sinks, cos, sin, out

@@ -1,17 +1,4 @@
-"""Attention of a step's tokens over their slots' caches, as far as each token may see: one kernel.
-
-A context is split so that one request fills the device. Split sizes follow from the position and
-the schema alone, and every token is a problem of its own: its result has the same bits in every
-batch, at every row, and as any column of a longer run. How many programs share the splits does
-depend on the batch; which of them computes a split leaves no trace in it.
-
-The last program to arrive for a token and K/V head adds the partial results, always in the order
-of the splits. It is found by a counter, which it puts back to 0 for the next launch. Counters live
-as long as the process, one buffer for each device and stream: two launches that share them must
-not overlap, so graphs captured on one stream must not be replayed on two at once.
-
-Padding (slot -1) reads nothing and gives zeros.
-"""
+"""The kernel: one program a row, K/V head and split; the last one of a line adds the splits."""
 
 from __future__ import annotations
 
@@ -20,20 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import GraphCacheError
-from ._kv import (
-    attend,
-    check_attention,
-    gather_rows,
+from .._kv import (
     load_block,
     logit_scales,
     softmax_step,
     with_sink,
 )
-from ._library import register
-from ._triton import jit, tl, triton
-
-__all__ = ["WorkspaceNotReady", "decode_attention"]
+from .._triton import jit, tl, triton
+from .counters import counters_of
 
 MIN_SPLIT = 128
 """Fewest keys in a split, where the context has more than one."""
@@ -45,38 +26,6 @@ PROGRAMS = 1056
 """Programs to aim at: eight for each multiprocessor of an H200. Empty ones are not free."""
 BLOCK_BYTES = 32768
 """Most bytes of K and V that a program takes at a time."""
-COUNTERS = 16384
-"""Counters made at first: one for each token, K/V head and tile of its group."""
-
-
-class WorkspaceNotReady(GraphCacheError, RuntimeError):
-    """A capture needs counters that were not made before it."""
-
-
-def _reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    q_len: int,
-    scale: float,
-    table: Tensor | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    out = q.new_zeros(*q.shape[:2], v_cache.shape[3])
-    for token, (slot, last) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        if slot < 0:
-            continue
-        first = max(0, last - window + 1) if window else 0
-        k = gather_rows(k_cache, table, slot, first, last)
-        v = gather_rows(v_cache, table, slot, first, last)
-        # A copy: matrix products may round differently at another alignment, so at another token.
-        query = q[token].clone()[:, None]
-        out[token] = attend(query, k, v, scale, softcap, sinks)[:, 0].to(q.dtype)
-    return out
 
 
 @jit
@@ -343,35 +292,7 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
             )
 
 
-_COUNTERS: dict[tuple[int, int], Tensor] = {}
-_OUTGROWN: list[Tensor] = []
-"""Counters that graphs may still point to."""
-
-
-def _counters(device: torch.device, needed: int) -> Tensor:
-    """Zeroed counters of the current stream, made or grown outside captures only."""
-    on_gpu = device.type == "cuda"
-    key = (-1, 0)
-    if on_gpu:
-        stream = torch.cuda.current_stream(device)
-        key = (stream.device_index, stream.cuda_stream)
-    held = _COUNTERS.get(key)
-    if held is not None and held.numel() >= needed:
-        return held
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise WorkspaceNotReady(
-            f"decode_attention needs {needed} counters on this stream and has "
-            f"{0 if held is None else held.numel()}: run it once at the largest batch on the "
-            "capturing stream before capture"
-        )
-    if held is not None:
-        _OUTGROWN.append(held)
-    size = max(COUNTERS, triton.next_power_of_2(needed))
-    made = _COUNTERS[key] = torch.zeros(size, dtype=torch.int32, device=device)
-    return made
-
-
-def _plan(
+def tiling(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor | None, window: int
 ) -> dict[str, Any]:
     """Tiles and splits, from the schema alone: heads, dims, dtypes, rows and the window."""
@@ -418,7 +339,7 @@ def _plan(
     }
 
 
-def _launch(
+def launch(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -435,7 +356,7 @@ def _launch(
     out = q.new_empty(tokens, heads, v_dim)
     if not tokens:
         return out
-    plan = _plan(q, k_cache, v_cache, table, window)
+    plan = tiling(q, k_cache, v_cache, table, window)
     splits = plan["SPLITS"]
     units = k_cache.shape[1] * triton.cdiv(plan["GROUP"], plan["BLOCK_M"])
     shares = max(1, min(splits, triton.cdiv(PROGRAMS, tokens * units)))
@@ -443,7 +364,7 @@ def _launch(
     if splits > 1:
         partials = q.new_empty(tokens * heads * splits * v_dim, dtype=torch.float32)
         stats = q.new_empty(tokens * heads * splits * 2, dtype=torch.float32)
-        counters = _counters(q.device, tokens * units)
+        counters = counters_of(q.device, tokens * units)
     factor, cap = logit_scales(scale, softcap)
     kernel: Any = _decode_attention_kernel
     kernel[(tokens, units, shares)](
@@ -468,94 +389,5 @@ def _launch(
         **plan,
         HAS_SINKS=sinks is not None,
         SOFTCAP=softcap > 0,
-    )
-    return out
-
-
-def _fake(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    q_len: int,
-    scale: float,
-    table: Tensor | None,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    return q.new_empty(*q.shape[:2], v_cache.shape[3])
-
-
-_op = register(
-    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor slots, Tensor positions,"
-    " int q_len, float scale, Tensor? table, int window, float softcap, Tensor? sinks) -> Tensor",
-    reference=_reference,
-    kernel=_launch,
-    fake=_fake,
-)
-
-
-def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    q_len: int,
-    scale: float,
-    table: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend each token to its slot's cache, up to and with its own position. One node.
-
-    Reads what `kv_append` wrote, the step's own rows included: call it after the append. Token t
-    sees positions `max(0, p - window + 1) .. p`, p its own. Logits are `scale * q . k` in fp32,
-    through `softcap * tanh(x / softcap)` if there is a softcap; a sink adds `exp(sinks[h])` to the
-    denominator. Runs on the current stream without synchronizing; allocates the output and, where
-    the context can take more than one split, partial results. The first call on a stream also
-    makes its counters, which a capture may not: warm up on the capturing stream.
-
-    Args:
-        q: [T, H, Dk], rotary applied; T = rows x q_len, row-major. Any strides but the last. H is
-            a multiple of Hkv; head h reads K/V head `h // (H // Hkv)`.
-        k_cache: [N, Hkv, Rw, Dk] float32, bfloat16 or float16. Where its dtype is not q's, or is
-            float32, all arithmetic is float32.
-        v_cache: [N, Hkv, Rw, Dv], of k_cache's dtype.
-        slots: [T] int32, -1 for padding.
-        positions: [T] int32.
-        q_len: tokens a row. Each token sees its own prefix only, so nothing else depends on it.
-        scale: of the logits.
-        table: [S1, W] int32, the blocks of each slot; None for a ring, where position p is row
-            `p % Rw` and the window must still be there.
-        window: tokens a query sees, itself included; 0 for all.
-        softcap: 0 for none.
-        sinks: [H] float, or None.
-
-    Returns:
-        [T, H, Dv] of q's dtype, contiguous; zeros at padding.
-
-    Raises:
-        SchemaError: for other dtypes, shapes or strides.
-        WorkspaceNotReady: in a capture, on a stream that never ran a batch as large.
-    """
-    check_attention(
-        "decode_attention",
-        q,
-        k_cache,
-        v_cache,
-        slots,
-        positions,
-        q_len,
-        table,
-        window,
-        softcap,
-        sinks,
-    )
-    out: Tensor = _op(
-        q, k_cache, v_cache, slots, positions, q_len, scale, table, window, softcap, sinks
     )
     return out
