@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import graphcache
+from graphcache.ops._cuda import nvrtc_is_there
 from graphcache.ops._triton import HAVE_TRITON
 
 __all__ = ["Finding", "inspect_environment"]
@@ -90,7 +91,16 @@ def _device() -> list[Finding]:
             "" if HAVE_TRITON else "no operation runs on the GPU",
             present=HAVE_TRITON,
         ),
+        _compiler((properties.major, properties.minor)),
     ]
+
+
+def _compiler(capability: tuple[int, int]) -> Finding:
+    if capability != (9, 0):
+        return Finding("kernels in CUDA C++", "none for this GPU", "Triton's serve")
+    present = nvrtc_is_there()
+    cost = "" if present else "no NVRTC: attention over DeepSeek-V4's entries is in Triton, slower"
+    return Finding("kernels in CUDA C++", "yes" if present else "no", cost, present)
 
 
 def _driver() -> list[Finding]:
