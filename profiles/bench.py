@@ -20,8 +20,9 @@ from rich.table import Table
 import graphcache
 from capture.cli import silence_libraries
 
-from .gates import Gate, step_gates
-from .ratios import Ratio, append_ratios, step_ratios
+from .gates import step_gates
+from .ratios import append_ratios, step_ratios
+from .results import Gate, Ratio
 from .subjects import CONTEXT, smollm2_shape
 
 BATCHES = (1, 8, 64)
@@ -161,7 +162,7 @@ def _ratio_table(ratios: list[Ratio]) -> Table:
             f"{ratio.floor_us:.2f} ({ratio.floor_p99_us:.1f})",
             f"{ratio.value:.3f}",
             f"{ratio.goal:.2f}" if ratio.goal else "",
-            ("ok" if ratio.value <= ratio.goal else "over") if ratio.goal else "",
+            {None: "", True: "ok", False: "missed"}[ratio.met],
         )
     return table
 

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from .results import Gate
 from .subjects import CONTEXT, make_runtime
 
 __all__ = ["Gate", "step_gates"]
 
 REPLAYS = 1000
 COMPARED = 20
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A condition, and whether it held."""
-
-    name: str
-    batch: int
-    held: bool
-    detail: str
-
-    def as_json(self) -> dict[str, Any]:
-        """For the results file."""
-        return asdict(self)
 
 
 def step_gates(model: Any, batch: int) -> Iterator[Gate]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,52 +15,15 @@ from graphcache.ops.kv_append import kv_append
 from graphcache.pool import Field, StatePool
 from graphcache.rows import Fp8TokenRow
 
+from .results import Ratio
 from .subjects import CONTEXT, RawTwin, make_runtime
-from .timing import Sample, alternate, graph_node_us
+from .timing import alternate, graph_node_us
 
 __all__ = ["Ratio", "append_ratios", "line_nodes", "step_ratios"]
 
 COUNT = 300
 PERIOD_STEPS = 300
 PERIOD_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Something timed against its floor.
-
-    Attributes:
-        name: as in the list of ratios.
-        what: in words.
-        batch: rows of the step.
-        value: subject's median by the floor's.
-        goal: the most it should be.
-        subject_us, subject_p99_us, floor_us, floor_p99_us: what was timed.
-    """
-
-    name: str
-    what: str
-    batch: int
-    value: float
-    goal: float
-    subject_us: float
-    subject_p99_us: float
-    floor_us: float
-    floor_p99_us: float
-
-    @classmethod
-    def of(
-        cls, name: str, what: str, batch: int, goal: float, subject: Sample, floor: Sample
-    ) -> Ratio:
-        """Of two samples taken in one run."""
-        return cls(
-            name, what, batch, subject.median_us / floor.median_us, goal,
-            subject.median_us, subject.p99_us, floor.median_us, floor.p99_us,
-        )  # fmt: skip
-
-    def as_json(self) -> dict[str, Any]:
-        """For the results file."""
-        return asdict(self)
 
 
 def step_ratios(model: Any, batch: int) -> Iterator[Ratio]:

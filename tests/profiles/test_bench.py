@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from profiles.bench import app
-from profiles.ratios import Ratio
+from profiles.results import Ratio
 from profiles.timing import Sample, alternate
 
 
