@@ -76,12 +76,14 @@ def dsv4(
     console = _need_gpu()
     started = time.perf_counter()
     batches, contexts = ((8,), CONTEXTS[:1]) if quick else (BATCHES, CONTEXTS)
-    ceilings = measured_ceilings()
+    bandwidth, products = measured_ceilings()
+    ceilings = (bandwidth.best, products)
     ratios = list(entry_update_ratios())
     rooflines = list(entry_rooflines(contexts, batches, ceilings))
     stacks = list(stack_times(layers, contexts, batches))
     console.print(
-        f"measured: {ceilings[0] / 1e12:.2f} TB/s read plus write, "
+        f"measured: {bandwidth.kernel / 1e12:.2f} TB/s read plus write by a kernel, "
+        f"{bandwidth.node / 1e12:.2f} by a copy node, "
         f"{ceilings[1] / 1e12:.0f} TFLOP/s bf16"
     )
     console.print(_ratio_table(ratios))
@@ -92,6 +94,7 @@ def dsv4(
         "subject": "DeepSeek-V4-Flash's attention, random bf16 weights and random state",
         "seconds": round(time.perf_counter() - started, 1),
         "bytes_a_second": ceilings[0],
+        "bytes_a_second_of_a_copy_node": bandwidth.node,
         "bf16_operations_a_second": ceilings[1],
         "ratios": [ratio.as_json() for ratio in ratios],
         "rooflines": [roofline.as_json() for roofline in rooflines],
@@ -189,7 +192,7 @@ def _roofline_table(rooflines: list[Any]) -> Table:
 def _stack_table(stacks: list[Any]) -> Table:
     table = Table(title="one step of the whole stack of attention, us", title_justify="left")
     headings = ("batch", "context", "layers", "nodes", "ours", "plain torch", "by ours",
-                "transformers", "by ours", "MiB a slot")  # fmt: skip
+                "transformers", "by ours", "MiB a slot", "and entries")  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
     for stack in stacks:
@@ -198,7 +201,8 @@ def _stack_table(stacks: list[Any]) -> Table:
             peers += [f"{us:.0f}", f"{us / stack.ours_us:.1f}"] if us else ["", ""]
         table.add_row(
             str(stack.batch), str(stack.context), str(stack.layers), str(stack.nodes),
-            f"{stack.ours_us:.0f}", *peers, f"{stack.state_bytes / stack.batch / 2**20:.1f}",
+            f"{stack.ours_us:.0f}", *peers,
+            f"{stack.slot_bytes / 2**20:.1f}", f"{stack.entry_bytes / 2**20:.1f}",
         )  # fmt: skip
     return table
 

@@ -13,6 +13,7 @@ from graphcache.ops.absorb import absorb
 from graphcache.ops.entry_attention import entry_attention
 from graphcache.ops.index_select import index_select
 
+from .ceilings import Bandwidth, measured_bandwidth, measured_product_rate
 from .entry_subjects import (
     DIM,
     HEADS,
@@ -23,12 +24,11 @@ from .entry_subjects import (
     compressor_of,
     flash_schemas,
     long_state,
-    repeated,
     rotations,
     step_batch,
 )
 from .ratios import Ratio, line_nodes
-from .timing import graph_node_us
+from .timing import graph_node_us, repeated
 
 __all__ = ["Roofline", "entry_rooflines", "entry_update_ratios", "measured_ceilings"]
 
@@ -69,22 +69,9 @@ class Roofline:
         return asdict(self)
 
 
-def measured_ceilings() -> tuple[float, float]:
-    """Bytes a second of a device copy (read plus write), operations a second of a bf16 product."""
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(a)
-
-    def copy(_: int) -> None:
-        target.copy_(source)
-
-    def multiply(_: int) -> None:
-        torch.mm(a, b, out=product)
-
-    copy_us, _ = graph_node_us(repeated(copy, 4), 10)
-    product_us, _ = graph_node_us(repeated(multiply, 2), 10)
-    return 2 * source.numel() / copy_us * 1e6, 2 * 8192**3 / product_us * 1e6
+def measured_ceilings() -> tuple[Bandwidth, float]:
+    """Bandwidth of a device copy, and operations a second of a bf16 product."""
+    return measured_bandwidth(), measured_product_rate()
 
 
 def entry_update_ratios() -> Iterator[Ratio]:
@@ -98,11 +85,11 @@ def entry_update_ratios() -> Iterator[Ratio]:
     shared: dict[str, Any] = {"norm": norm, "rotation": own, "table": state.blocks.table}  # type: ignore[union-attr]
     kinds = {
         AttentionType.SWA: ("window append with norm and rotation", 1, 1.2),
-        AttentionType.HCA: ("window, tail and emission, HCA (m = 128)", 2, 0.0),
-        AttentionType.CSA: ("window, tails and emission, CSA with indexer", 3, 2.5),
+        AttentionType.HCA: ("window, tail and emission, HCA (m = 128)", 2, 2.0),
+        AttentionType.CSA: ("window, tails and emission, CSA with indexer", 3, 2.0),
     }
     for kind, (what, parts, goal) in kinds.items():
-        layers = [layer for layer in state.layers if layer.schema.attn_type is kind]
+        layers: list[Any] = [each for each in state.layers if each.schema.attn_type is kind]
         given: list[dict[str, Any]] = []
         for layer in layers:
             arguments = dict(shared)

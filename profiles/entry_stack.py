@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphcache import Batch
+from graphcache import Batch, DecodeState
 from graphcache.models.deepseek_v4 import LayerAttention, Rotations
 from graphcache.ops.absorb import Rotation
 
 from .entry_subjects import INDEX_DIM, TOP_K, WINDOW, flash_config, flash_schemas, long_state
 from .timing import Sample
 
-__all__ = ["StackTimes", "stack_times"]
+__all__ = ["StackTimes", "kept_bytes", "stack_times"]
 
 REPLAYS = 40
 EAGER_STEPS = 8
@@ -38,7 +38,9 @@ class StackTimes:
         torch_us: captured, the same on the same state in plain torch operations.
         modules_us: transformers' modules on their own caches, which can't be captured: their shapes
             grow with every step. 0 where their caches don't fit.
-        state_bytes: of the slots' state.
+        slot_bytes: what a slot keeps whatever its length: windows, tails, scalars and tokens.
+        entry_bytes: what it keeps besides: blocks of compressed entries and index keys for its
+            context and the answer.
     """
 
     batch: int
@@ -48,7 +50,8 @@ class StackTimes:
     ours_us: float
     torch_us: float
     modules_us: float
-    state_bytes: int
+    slot_bytes: int
+    entry_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         """For the results file."""
@@ -95,7 +98,8 @@ class Stack:
         """[T, hidden] -> [T, hidden]."""
         turns = Rotations(self.rotary, batch.positions, self.compressions)
         for index, attention in enumerate(self.attentions):
-            hidden = hidden + attention(hidden, turns, batch, batch.state.layers[index])
+            state: Any = batch.state.layers[index]
+            hidden = hidden + attention(hidden, turns, batch, state)
         return hidden
 
     @torch.no_grad()
@@ -276,11 +280,21 @@ def _times(stack: Stack, context: int, batch: int) -> StackTimes:
     plain_us = 0.0
     if context * batch <= 64 * 4096:
         plain_us, _ = _captured_us(lambda: stack.plain(hidden, state.begin(rows)))
-    state_bytes = state.memory_bytes()
+    slot_bytes, entry_bytes = kept_bytes(state)
     modules_us = _modules_us(stack, context, batch) if context * batch <= 64 * 4096 else 0.0
     return StackTimes(
-        batch, context, len(stack.schemas), nodes, ours_us, plain_us, modules_us, state_bytes
-    )
+        batch, context, len(stack.schemas), nodes, ours_us, plain_us, modules_us,
+        slot_bytes, entry_bytes,
+    )  # fmt: skip
+
+
+def kept_bytes(state: DecodeState) -> tuple[int, int]:
+    """Bytes of one slot's row, and of the blocks that a full context takes; scratch in neither."""
+    blocks = state.blocks
+    if blocks is None:
+        return state.pool.row_stride_bytes, 0
+    count = blocks.blocks_for(state.max_context)
+    return state.pool.row_stride_bytes, count * blocks.pool.row_stride_bytes
 
 
 def _captured_us(step: Any) -> tuple[float, int]:
@@ -315,9 +329,9 @@ def _modules_us(stack: Stack, context: int, batch: int) -> float:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=stack.config)
-    make = {"device": "cuda", "dtype": torch.bfloat16}
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     for layer, schema in zip(cache.layers, stack.schemas, strict=True):
-        layer.keys = torch.randn((batch, 1, WINDOW - 1, 512), **make)  # type: ignore[arg-type]
+        layer.keys = torch.randn((batch, 1, WINDOW - 1, 512), **make)
         layer.values, layer.is_initialized = layer.keys, True
         layer.dtype, layer.device = torch.bfloat16, layer.keys.device
         layer.cumulative_length = context
@@ -327,15 +341,15 @@ def _modules_us(stack: Stack, context: int, batch: int) -> float:
         for name, width in names.items():
             count = context // schema.compression
             columns = (1 + schema.overlap) * width
-            layer.compressed_kv[name] = torch.randn((batch, count, width), **make)  # type: ignore[arg-type]
+            layer.compressed_kv[name] = torch.randn((batch, count, width), **make)
             layer.entry_count[name] = count
-            layer.buffer_kv[name] = torch.randn((batch, 0, columns), **make)  # type: ignore[arg-type]
+            layer.buffer_kv[name] = torch.randn((batch, 0, columns), **make)
             layer.buffer_gate[name] = layer.buffer_kv[name]
             if schema.overlap:
                 shape = (batch, schema.compression, width)
-                layer.overlap_kv[name] = torch.randn(shape, **make)  # type: ignore[arg-type]
-                layer.overlap_gate[name] = torch.randn(shape, **make)  # type: ignore[arg-type]
-    hidden = torch.randn((batch, 1, stack.config.hidden_size), **make)  # type: ignore[arg-type]
+                layer.overlap_kv[name] = torch.randn(shape, **make)
+                layer.overlap_gate[name] = torch.randn(shape, **make)
+    hidden = torch.randn((batch, 1, stack.config.hidden_size), **make)
     times = []
     for step in range(EAGER_STEPS + 2):
         positions = torch.full((batch, 1), context + step, device="cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from graphcache import Batch, DecodeState, LayerCacheSchema
 from graphcache.models.entry_schemas import read_entry_schemas
 from graphcache.ops.absorb import Compressor, Rotation
 from graphcache.rows import Rows
+
+from .standing import standing_slots
 
 __all__ = [
     "DIM",
@@ -75,23 +76,17 @@ def long_state(
         block_tokens=BLOCK_TOKENS,
     )
     _fill(state.pool.arena[:, state.pool.byte_range("tokens")[1] :])
-    for index in range(len(schemas)):
-        _fill_rows(state.layers[index].cache.swa)
-        for ring in (state.layers[index].cache.tail, state.layers[index].cache.index_tail):
+    layers: list[Any] = list(state.layers)
+    for layer in layers:
+        _fill_rows(layer.cache.swa)
+        for ring in (layer.cache.tail, layer.cache.index_tail):
             for part in ring or ():
                 if part is not None:
                     part.normal_()
-        for rows in (state.layers[index].entries, state.layers[index].keys):
+        for rows in (layer.entries, layer.keys):
             if rows is not None:
                 _fill_rows(rows)
-    handles = []
-    for index in range(slots):
-        handle = state.open()
-        tokens = [1] * (context - 64 + index % 64)
-        positions = state.append_tokens(handle, tokens)
-        state.absorbed(handle, positions)
-        state.complete_prefill(handle)
-        handles.append(handle)
+    handles = standing_slots(state, (context - 64 + index % 64 for index in range(slots)))
     torch.cuda.synchronize()
     return state, handles
 
@@ -145,14 +140,3 @@ def compressor_of(layer: Any, rows: int, *, index: bool) -> Compressor:
         layer.cache.index_tail if index else layer.cache.tail,
         layer.keys if index else layer.entries,
     )
-
-
-def repeated(work: Callable[[int], None], times: int) -> Callable[[], int]:
-    """`work(0) .. work(times - 1)` as what `graph_node_us` takes."""
-
-    def nodes() -> int:
-        for index in range(times):
-            work(index)
-        return times
-
-    return nodes

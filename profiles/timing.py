@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Sample", "alternate", "graph_node_us"]
+__all__ = ["Sample", "alternate", "graph_node_us", "repeated", "timed"]
 
 
 @dataclass(frozen=True)
@@ -81,3 +81,14 @@ def graph_node_us(nodes: Callable[[], int], repeats: int = 50) -> tuple[float, f
     sample = Sample.of(times)
     graph.reset()
     return sample.median_us / count, sample.p99_us / count
+
+
+def repeated(work: Callable[[int], None], times: int) -> Callable[[], int]:
+    """`work(0) .. work(times - 1)` as what `graph_node_us` takes."""
+
+    def nodes() -> int:
+        for index in range(times):
+            work(index)
+        return times
+
+    return nodes
