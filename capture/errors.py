@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from graphcache.errors import GraphCacheError
 
+from .rules import Rule
+
 __all__ = [
     "BatchTooLarge",
     "CaptureError",
@@ -39,14 +41,21 @@ class CaptureError(GraphCacheError, RuntimeError):
     Attributes:
         operation: what can't be captured, or None when the step itself raised.
         source: the user's line, or None where it is not known.
+        rule: the lint's, or None when something else was wrong.
     """
 
     def __init__(
-        self, message: str, *, operation: str | None = None, source: SourceLine | None = None
+        self,
+        message: str,
+        *,
+        operation: str | None = None,
+        source: SourceLine | None = None,
+        rule: Rule | None = None,
     ) -> None:
         super().__init__(message if source is None else f"{message}\n  at {source}")
         self.operation = operation
         self.source = source
+        self.rule = rule
 
 
 class LadderError(GraphCacheError, ValueError):

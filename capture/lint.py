@@ -23,48 +23,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError
+from .rules import Rule
 from .source import user_line
 
 __all__ = ["Lint"]
 
-HOST_READ = (
-    "the host reads a value from the device: a replay runs no Python, so the value would stay as "
-    "it was at capture, and the wait breaks the capture. Keep it on the device: index with "
-    "tensors, choose with torch.where, or pass a Python number fixed before capture"
-)
-DATA_DEPENDENT = (
-    "its output's size depends on data: the captured kernels have sizes fixed. Use a mask and "
-    "torch.where, topk with a fixed k, or nonzero_static"
-)
-CROSSES_DEVICES = (
-    "it copies between devices: a copy to the host makes it wait, and a copy from pageable memory "
-    "can't be captured and would repeat old values. Make the tensor on the device before capture"
-)
-FROZEN_DATA = (
-    "it turns Python data into a tensor inside the step: every replay would use the data of the "
-    "capture. Make the tensor before capture and keep it, or derive it on the device"
-)
-RANDOM = (
-    "it draws from the framework's random state, which a replay does not move: every replay would "
-    "draw the same numbers. Draw from a counter kept by slot, as graphcache's sampler does"
-)
-WAITS = "it waits for the device, which breaks a capture. Leave it out of the step"
-MOVES = (
-    "it gives a tensor other memory: captured kernels keep the addresses they had. Make the tensor "
-    "in its full size before capture, and write into it"
-)
-
 _READS = {
-    getattr(Tensor, name): (f"Tensor.{name}()", HOST_READ)
+    getattr(Tensor, name): (f"Tensor.{name}()", Rule.HOST_READ)
     for name in (
         "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__",
         "__repr__", "cpu", "item", "numpy", "tolist",
     )
 }  # fmt: skip
 _MAKERS = {
-    torch.tensor: ("torch.tensor", FROZEN_DATA),
-    torch.as_tensor: ("torch.as_tensor", FROZEN_DATA),
-    Tensor.new_tensor: ("Tensor.new_tensor", FROZEN_DATA),
+    torch.tensor: ("torch.tensor", Rule.FROZEN_DATA),
+    torch.as_tensor: ("torch.as_tensor", Rule.FROZEN_DATA),
+    Tensor.new_tensor: ("Tensor.new_tensor", Rule.FROZEN_DATA),
 }
 # Waits that no dispatcher sees: Python methods around the driver.
 _WAITS: tuple[tuple[Any, str, str], ...] = (
@@ -105,9 +79,12 @@ class Lint:
         self._stack.__exit__(*details)
 
 
-def _refuse(operation: str, advice: str) -> None:
+def _refuse(operation: str, rule: Rule) -> None:
     raise CaptureError(
-        f"{operation} can't be captured: {advice}", operation=operation, source=user_line()
+        f"{operation} can't be captured: {rule.value}. See {rule.section}",
+        operation=operation,
+        source=user_line(),
+        rule=rule,
     )
 
 
@@ -144,7 +121,7 @@ class _Waits(threading.local):
         def guarded(*args: Any, **kwargs: Any) -> Any:
             # Tuners of kernels wait too, when a kernel first runs: that is what rehearsals are for.
             if self.linting and not _is_tuner(sys._getframe(1)):
-                _refuse(shown, WAITS)
+                _refuse(shown, Rule.WAITS)
             return wait(*args, **kwargs)
 
         return guarded
@@ -171,7 +148,7 @@ class _FunctionNet(TorchFunctionMode):
             _refuse(*_READS[func])
         if func is Tensor.to and _to_host(args[1:], kwargs) and args[0].device.type == "cpu":
             # On a CPU this copies nothing and so passes the dispatcher unseen.
-            _refuse("Tensor.to('cpu')", HOST_READ)
+            _refuse("Tensor.to('cpu')", Rule.HOST_READ)
         if func in _MAKERS and not _is_constant(func, args, kwargs):
             _refuse(*_MAKERS[func])
         return func(*args, **kwargs)
@@ -208,26 +185,26 @@ class _DispatchNet(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = func.overloadpacket
         if packet in _HOST_READS:
-            _refuse(str(func), HOST_READ)
+            _refuse(str(func), Rule.HOST_READ)
         if packet is _aten.lift_fresh and args[0].dim():
-            _refuse("a list or array as a tensor", FROZEN_DATA)
+            _refuse("a list or array as a tensor", Rule.FROZEN_DATA)
         if packet in _DATA_DEPENDENT and kwargs.get("output_size") is None:
-            _refuse(str(func), DATA_DEPENDENT)
+            _refuse(str(func), Rule.DATA_DEPENDENT)
         if _is_boolean_index(packet, args):
-            _refuse(str(func), DATA_DEPENDENT)
+            _refuse(str(func), Rule.DATA_DEPENDENT)
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(
             func, args, kwargs
         ):
-            _refuse(str(func), RANDOM)
+            _refuse(str(func), Rule.RANDOM)
         if packet in _MOVES:
-            _refuse(str(func), MOVES)
+            _refuse(str(func), Rule.MOVES)
         if packet is _aten.copy_ and _crosses(args[1], args[0]):
-            _refuse(str(func), CROSSES_DEVICES)
+            _refuse(str(func), Rule.CROSSES_DEVICES)
         if packet in _INDEXED and any(_crosses(t, args[0]) for t in _moved(args)):
-            _refuse(str(func), CROSSES_DEVICES)
+            _refuse(str(func), Rule.CROSSES_DEVICES)
         result = func(*args, **kwargs)
         if packet is _aten._to_copy and _crosses(args[0], result):
-            _refuse(str(func), CROSSES_DEVICES)
+            _refuse(str(func), Rule.CROSSES_DEVICES)
         return result
 
 
