@@ -138,7 +138,7 @@ class Captures:
     def _rehearse(self, step: Callable[[], None]) -> None:
         watch = StepWatch(preserve=True)
         try:
-            with watch, Lint():
+            with watch, Lint(values=True):
                 step()
         except CaptureError:
             raise

@@ -204,7 +204,7 @@ class CudaGraphBackend:
         # thread_local: what other threads do with CUDA meanwhile is no concern of this capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with watch, Lint():
+            with watch, Lint(recorded=torch.cuda.is_current_stream_capturing):
                 step()
         except BaseException:
             # Ending an invalid capture raises once more; it frees the stream all the same.

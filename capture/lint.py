@@ -3,18 +3,14 @@
 A capture records kernels, not Python. Whatever the host reads from a tensor is read once and stays
 as it was; whatever waits for the device breaks the capture. Two nets catch both: one under the
 dispatcher, which every operation passes, and one over Python's tensor methods, for reads that on a
-CPU never reach the dispatcher.
+CPU never reach the dispatcher. What reaches neither, `guards` catch.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from types import FrameType
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError
+from .guards import guards
+from .indices import first_outside
 from .rules import Rule
 from .source import user_line
 
@@ -35,20 +33,17 @@ _READS = {
         "__repr__", "cpu", "item", "numpy", "tolist",
     )
 }  # fmt: skip
+# Where to cut is read past the dispatcher.
+_SPLITS = (torch.tensor_split, Tensor.tensor_split)
 _MAKERS = {
     torch.tensor: ("torch.tensor", Rule.FROZEN_DATA),
     torch.as_tensor: ("torch.as_tensor", Rule.FROZEN_DATA),
     Tensor.new_tensor: ("Tensor.new_tensor", Rule.FROZEN_DATA),
 }
-# Waits that no dispatcher sees: Python methods around the driver.
-_WAITS: tuple[tuple[Any, str, str], ...] = (
-    (torch.cuda, "synchronize", "torch.cuda.synchronize"),
-    (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
-    (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
-)
 _aten = torch.ops.aten
 _HOST_READS = {
     _aten._local_scalar_dense, _aten.item, _aten.is_nonzero, _aten.equal, _aten.allclose,
+    _aten._linalg_check_errors,
 }  # fmt: skip
 _DATA_DEPENDENT = {
     _aten.nonzero, _aten.argwhere, _aten.masked_select, _aten._unique, _aten._unique2,
@@ -62,16 +57,24 @@ _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_imp
 class Lint:
     """A context: operations run as ever, and the first that can't be captured raises.
 
+    Args:
+        values: look at the values of indices too, which waits for the device at each: for a
+            rehearsal, whose rows are all padding, never for a capture.
+        recorded: whether what the current stream is given now is being recorded; None outside a
+            capture.
+
     Raises:
         CaptureError: naming the operation, the user's line, and what to do instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, values: bool = False, recorded: Callable[[], bool] | None = None) -> None:
+        self._values = values
+        self._recorded = recorded
         self._stack = ExitStack()
 
     def __enter__(self) -> Lint:
-        self._stack.enter_context(_waits.refused())
-        self._stack.enter_context(_DispatchNet())
+        self._stack.enter_context(guards.set(_refuse))
+        self._stack.enter_context(_DispatchNet(self._values, self._recorded))
         self._stack.enter_context(_FunctionNet())
         return self
 
@@ -79,60 +82,13 @@ class Lint:
         self._stack.__exit__(*details)
 
 
-def _refuse(operation: str, rule: Rule) -> None:
+def _refuse(operation: str, rule: Rule, found: str = "") -> None:
     raise CaptureError(
-        f"{operation} can't be captured: {rule.value}. See {rule.section}",
+        f"{operation} can't be captured: {found}{rule.value}. See {rule.section}",
         operation=operation,
         source=user_line(),
         rule=rule,
     )
-
-
-class _Waits(threading.local):
-    """Refuses waits of the threads that lint; those of other threads are none of a step's."""
-
-    linting = 0
-    # Of all threads together: the first to lint puts the guards in place, the last takes them away.
-    _lock: Final = threading.Lock()
-    _originals: Final[list[Callable[..., Any]]] = []
-    _users = 0
-
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        with self._lock:
-            if not _Waits._users:
-                self._originals[:] = [getattr(owner, name) for owner, name, _ in _WAITS]
-                for (owner, name, shown), wait in zip(_WAITS, self._originals, strict=True):
-                    setattr(owner, name, self._guard(shown, wait))
-            _Waits._users += 1
-        self.linting += 1
-        try:
-            yield
-        finally:
-            self.linting -= 1
-            with self._lock:
-                _Waits._users -= 1
-                if not _Waits._users:
-                    for (owner, name, _), wait in zip(_WAITS, self._originals, strict=True):
-                        setattr(owner, name, wait)
-
-    def _guard(self, shown: str, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            # Tuners of kernels wait too, when a kernel first runs: that is what rehearsals are for.
-            if self.linting and not _is_tuner(sys._getframe(1)):
-                _refuse(shown, Rule.WAITS)
-            return wait(*args, **kwargs)
-
-        return guarded
-
-
-_waits = _Waits()
-
-
-def _is_tuner(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__name__", "")).split(".")[0]
-    return package in ("torch", "triton")
 
 
 class _FunctionNet(TorchFunctionMode):
@@ -146,6 +102,8 @@ class _FunctionNet(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READS:
             _refuse(*_READS[func])
+        if func in _SPLITS and any(isinstance(t, Tensor) for t in (*args[1:], *kwargs.values())):
+            _refuse("torch.tensor_split", Rule.HOST_READ)
         if func is Tensor.to and _to_host(args[1:], kwargs) and args[0].device.type == "cpu":
             # On a CPU this copies nothing and so passes the dispatcher unseen.
             _refuse("Tensor.to('cpu')", Rule.HOST_READ)
@@ -172,8 +130,10 @@ def _is_constant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 class _DispatchNet(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, values: bool, recorded: Callable[[], bool] | None) -> None:
         TorchDispatchMode.__init__(self)
+        self._values = values
+        self._recorded = recorded
 
     def __torch_dispatch__(
         self,
@@ -184,6 +144,8 @@ class _DispatchNet(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        if self._recorded is not None and not self._recorded():
+            _refuse(str(func), Rule.OTHER_STREAM)
         if packet in _HOST_READS:
             _refuse(str(func), Rule.HOST_READ)
         if packet is _aten.lift_fresh and args[0].dim():
@@ -202,7 +164,15 @@ class _DispatchNet(TorchDispatchMode):
             _refuse(str(func), Rule.CROSSES_DEVICES)
         if packet in _INDEXED and any(_crosses(t, args[0]) for t in _moved(args)):
             _refuse(str(func), Rule.CROSSES_DEVICES)
-        result = func(*args, **kwargs)
+        if self._values:
+            outside = first_outside(packet, args)
+            if outside is not None:
+                _refuse(str(func), Rule.BAD_INDEX, f"{outside}; ")
+        guards.operations += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            guards.operations -= 1
         if packet is _aten._to_copy and _crosses(args[0], result):
             _refuse(str(func), Rule.CROSSES_DEVICES)
         return result

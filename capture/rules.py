@@ -35,10 +35,32 @@ class Rule(Enum):
         "would draw the same numbers. Draw from a counter kept by slot, as graphcache's sampler "
         "does"
     )
-    WAITS = "it waits for the device, which breaks a capture. Leave it out of the step"
+    HOST_DRAW = (
+        "it draws a random number on the host: every replay would use the number of the capture. "
+        "Draw from a counter kept by slot, as graphcache's sampler does"
+    )
+    WAITS = (
+        "it waits for the device, or asks it how far it has come, which breaks a capture. Leave it "
+        "out of the step"
+    )
+    OTHER_STREAM = (
+        "it goes to a stream that takes no part in the capture: it ran once, now, and no replay "
+        "would run it. Let that stream wait for the step's stream before, and the step's stream "
+        "for it after"
+    )
+    UNSEEN_KERNEL = (
+        "a kernel launched outside any operation is seen by nobody: what it writes while a step is "
+        "rehearsed is not put back, and what it reads is not kept. Make an operation of it with "
+        "torch.library.triton_op, naming what it mutates"
+    )
     MOVES = (
         "it gives a tensor other memory: captured kernels keep the addresses they had. Make the "
         "tensor in its full size before capture, and write into it"
+    )
+    BAD_INDEX = (
+        "rows of padding have slot -1, which as an index is the last row of a tensor, whoever owns "
+        "it, or memory that is nobody's. Give them a row that belongs to no request: "
+        "torch.where(slots < 0, max_requests, slots), in a tensor of max_requests + 1 rows"
     )
 
     @property

@@ -26,6 +26,9 @@ FROZEN = "Make the tensor before capture and keep it"
 RANDOM = "Draw from a counter kept by slot"
 MOVES = "Make the tensor in its full size before capture"
 WAITS = "Leave it out of the step"
+DRAWS = "it draws a random number on the host"
+INDEX = "Give them a row that belongs to no request"
+UNSEEN = "Make an operation of it"
 
 # A line of a step, the operation that is named, and the advice that is given.
 REFUSED: dict[str, tuple[str, str]] = {
@@ -85,6 +88,33 @@ REFUSED: dict[str, tuple[str, str]] = {
     "torch.cuda.synchronize()": ("torch.cuda.synchronize", WAITS),
     "torch.cuda.Stream.synchronize(None)": ("torch.cuda.Stream.synchronize", WAITS),
     "torch.cuda.Event.synchronize(None)": ("torch.cuda.Event.synchronize", WAITS),
+    "torch.cuda.empty_cache()": ("torch.cuda.empty_cache", WAITS),
+    "torch.cuda.Stream.query(None)": ("torch.cuda.Stream.query", WAITS),
+    "torch.cuda.Event.query(None)": ("torch.cuda.Event.query", WAITS),
+    "torch.cuda.Event.elapsed_time(None, None)": ("torch.cuda.Event.elapsed_time", WAITS),
+    "n = random.random()": ("random.random", DRAWS),
+    "n = random.randint(0, 3)": ("random.randint", DRAWS),
+    "n = np.random.rand(2)": ("numpy.random.rand", DRAWS),
+    "n = torch.tensor_split(x, i)": ("torch.tensor_split", READS),
+    "n = x.tensor_split(i)": ("torch.tensor_split", READS),
+    "n = torch.linalg.inv(x[:3, :3])": ("aten._linalg_check_errors.default", READS),
+    "n = y[slots]": ("aten.index.Tensor", INDEX),
+    "n = y[i, slots]": ("aten.index.Tensor", INDEX),
+    "y[slots] = 0.0": ("aten.index_put_.default", INDEX),
+    "y[:, slots] += 1.0": ("aten.index.Tensor", INDEX),
+    "y.index_add_(0, slots, x)": ("aten.index_add_.default", INDEX),
+    "y.index_copy_(0, slots, x)": ("aten.index_copy_.default", INDEX),
+    "y.index_fill_(0, slots, 2.0)": ("aten.index_fill_.int_Scalar", INDEX),
+    "n = y.index_select(1, slots)": ("aten.index_select.default", INDEX),
+    "n = y.gather(0, slots[None])": ("aten.gather.default", INDEX),
+    "n = y.scatter(1, slots[:, None], 1.0)": ("aten.scatter.value", INDEX),
+    "y.scatter_add_(1, slots[:, None], x)": ("aten.scatter_add_.default", INDEX),
+    "n = y.take(slots)": ("aten.take.default", INDEX),
+    "y.put_(slots, x[:, 0])": ("aten.put_.default", INDEX),
+    "n = F.embedding(slots, y)": ("aten.embedding.default", INDEX),
+    "n = F.embedding(i + 1, y)": ("aten.embedding.default", INDEX),
+    "n = y[i + 1]": ("aten.index.Tensor", INDEX),
+    "kernel[(1,)](x)": ("a Triton kernel", UNSEEN),
     "y.resize_(2, 2)": ("aten.resize_.default", MOVES),
     "y.set_(x)": ("aten.set_.source_Tensor", MOVES),
     "n = torch.rand(2)": ("aten.rand.default", RANDOM),
@@ -115,16 +145,24 @@ ON_CPU_ONLY = (
 
 HEAD = """\
 import io
+import random
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from graphcache.ops._triton import jit
+
 nowhere = io.StringIO()
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def step(x, y, i, m, t, q, elsewhere, host):
+@jit
+def kernel(x):
+    return
+
+
+def step(x, y, i, m, t, q, slots, elsewhere, host):
     y = y.mul_(2)
     {line}
     unreached()
@@ -151,6 +189,7 @@ def tensors(device: torch.device) -> dict[str, Tensor]:
         "i": torch.tensor([2, 0, 1]),
         "m": x > 5,
         "t": torch.tensor(2),
+        "slots": torch.full((3,), -1),
         "q": x[None, None],
     }
     given = {name: tensor.to(device) for name, tensor in given.items()}
@@ -158,7 +197,7 @@ def tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def refused(run: Callable[[], Any]) -> CaptureError:
-    with pytest.raises(CaptureError) as caught, torch.no_grad(), Lint():
+    with pytest.raises(CaptureError) as caught, torch.no_grad(), Lint(values=True):
         run()
     return caught.value
 
@@ -340,6 +379,21 @@ def indexing_with_tensors(x: Tensor, i: Tensor, **_: Tensor) -> Tensor:
 
 
 @passes
+def padding_given_a_row_of_its_own(x: Tensor, slots: Tensor, **_: Tensor) -> Tensor:
+    row = torch.where(slots < 0, 2, slots)
+    y = x.clone()
+    y[row] = x[row] + 1
+    return y.index_add(0, row, x).gather(1, row[:, None]) + x.index_select(0, row)
+
+
+@passes
+def a_mask_beside_indices(x: Tensor, m: Tensor, i: Tensor, **_: Tensor) -> Tensor:
+    y = x.clone()
+    y[m] = -1.0
+    return y + x[i, 0][:, None] + x.argmin(1)[:, None]
+
+
+@passes
 def made_inside(x: Tensor, **_: Tensor) -> Tensor:
     y = torch.zeros_like(x) + torch.arange(x.shape[1], device=x.device)
     return y + torch.full(x.shape, 2.0, device=x.device) + x.new_ones(x.shape)
@@ -368,7 +422,7 @@ def test_what_passes_is_captured_and_replays(name: str, backend: str) -> None:
 
     with torch.no_grad(), machine.context():
         for _ in range(machine.rehearsals):
-            with Lint():
+            with Lint(values=True):
                 step()
         capture = machine.capture(step)
         given["x"].mul_(-1.5)
@@ -389,7 +443,7 @@ def test_results_are_those_of_a_run_without_it() -> None:
     for step in PASSES.values():
         with torch.no_grad():
             plain = step(**given)
-            with Lint():
+            with Lint(values=True):
                 linted = step(**given)
         assert torch.equal(plain, linted)
 
