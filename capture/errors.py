@@ -11,6 +11,7 @@ from .rules import Rule
 __all__ = [
     "BatchTooLarge",
     "CaptureError",
+    "DebugFault",
     "DeviceLost",
     "LadderError",
     "NotCaptured",
@@ -64,6 +65,22 @@ class LadderError(GraphCacheError, ValueError):
 
 class PointerMoved(GraphCacheError, RuntimeError):
     """A tensor that captured steps hold by address lies elsewhere, or has another size, now."""
+
+
+class DebugFault(GraphCacheError, RuntimeError):
+    """Debug mode found that a step did what no step may do.
+
+    Attributes:
+        check: which check found it: "guards", "finite", "foreign" or "shadow".
+        step: the step's number; its tokens have been read.
+        slots: handles it concerns.
+    """
+
+    def __init__(self, message: str, *, check: str, step: int, slots: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.check = check
+        self.step = step
+        self.slots = slots
 
 
 class BatchTooLarge(GraphCacheError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether an operation's indices lie inside the dimensions that they index."""
+"""Whether the indices that an operation is given lie where they may, when all rows are padding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["first_outside"]
+__all__ = ["first_outside", "slot_of_padding"]
 
 _aten = torch.ops.aten
 # Indices by dimension: (self, indices, ...).
@@ -41,6 +41,25 @@ def first_outside(packet: Any, args: tuple[Any, ...]) -> str | None:
             low, high = (int(end) for end in index.aminmax())
         if low < 0 or high >= size:
             return f"index {low if low < 0 else high} in a dimension of {size}"
+    return None
+
+
+def slot_of_padding(func: Any, args: tuple[Any, ...]) -> int | None:
+    """The first slot that one of the state's operations would write for a row of padding, if any.
+
+    Waits for the device.
+
+    Args:
+        func: any operation.
+        args: its arguments.
+    """
+    if func.namespace != "graphcache" or not func._schema.is_mutable:
+        return None
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "slots":
+            with torch._C.DisableTorchFunction():
+                given = value[value >= 0].tolist()
+            return int(given[0]) if given else None
     return None
 
 

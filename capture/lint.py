@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError
 from .guards import guards
-from .indices import first_outside
+from .indices import first_outside, slot_of_padding
 from .rules import Rule
 from .source import user_line
 
@@ -168,6 +168,9 @@ class _DispatchNet(TorchDispatchMode):
             outside = first_outside(packet, args)
             if outside is not None:
                 _refuse(str(func), Rule.BAD_INDEX, f"{outside}; ")
+            slot = slot_of_padding(func, args)
+            if slot is not None:
+                _refuse(str(func), Rule.PADDING_SLOT, f"a row of padding is given slot {slot}; ")
         guards.operations += 1
         try:
             result = func(*args, **kwargs)

@@ -63,6 +63,11 @@ class Rule(Enum):
         "torch.where(slots < 0, max_requests, slots), in a tensor of max_requests + 1 rows"
     )
 
+    PADDING_SLOT = (
+        "a row of padding has slot -1 and writes nothing; with another it writes to a request that "
+        "is not in the batch. Pass batch.slots as they are"
+    )
+
     @property
     def section(self) -> str:
         """Where the rule is explained, with wrong and right code."""

@@ -22,6 +22,7 @@ from graphcache.errors import DuplicateSlot, InvalidRequest, SchemaError, Unsupp
 from .backend import choose_backend
 from .batch import StepBatch
 from .captures import BucketStep, Captures
+from .debug import DebugOptions, DebugWatch
 from .errors import (
     BatchTooLarge,
     DeviceLost,
@@ -75,13 +76,15 @@ class DecodeRuntime:
         sampler: captured `(logits [T, V], batch) -> tokens [T] int32`; None for the state's.
         prefill_chunk: most prompt tokens absorbed by one run of the model.
         keep_logits: copy each step's logits to a buffer, for `StepResult.logits`.
-        debug: check every address before each replay; costs a microsecond for ten tensors.
+        debug: look at every step before and after, see `capture.debug`; None asks the environment
+            variable GRAPHCACHE_DEBUG. Steps are waited for then. Off, it costs nothing.
         nvtx: open ranges where a tool listens.
 
     Attributes:
         state: what the requests own.
         counters: what has run, and what was refused.
         report: of the last `capture()`, or None.
+        debug: what debug mode has checked, or None when it is off.
 
     Raises:
         UnsupportedModel: when the model lacks a part of the contract.
@@ -101,7 +104,7 @@ class DecodeRuntime:
         sampler: Sampler | None = None,
         prefill_chunk: int = 512,
         keep_logits: bool = False,
-        debug: bool = False,
+        debug: bool | DebugOptions | None = None,
         nvtx: bool = True,
     ) -> None:
         _check_model(model)
@@ -113,7 +116,7 @@ class DecodeRuntime:
         _check_ladder(self.ladder, max_requests)
         self._backend = choose_backend(backend, self.device)
         self._prefill_chunk = prefill_chunk
-        self._debug = debug
+        checks = DebugOptions.chosen(debug)
         self._lock = threading.Lock()
         self._closed = False
         self._lost: str | None = None
@@ -132,6 +135,7 @@ class DecodeRuntime:
                 kv_blocks=kv_blocks,
                 stop_tokens=getattr(model, "stop_tokens", ())[:8],
                 clock=self._clock,
+                guarded=checks is not None and checks.guards,
             )
             self._inputs = StepBatch(tokens, self.device, self._backend)
         self._keep_logits = keep_logits
@@ -141,7 +145,7 @@ class DecodeRuntime:
             self._inputs,
             self._mailbox,
             sampler or self.state.sample,
-            keep_logits=keep_logits,
+            keep_logits=keep_logits or (checks is not None and checks.finite),
         )
         self._ranges = Ranges(enabled=nvtx)
         self._listening = self._ranges.listening
@@ -152,6 +156,12 @@ class DecodeRuntime:
             _Named(model, self.state, self._inputs),
         )  # fmt: skip
         self._buckets = self._captures.buckets
+        self.debug: DebugWatch | None = None
+        if checks is not None:
+            self.debug = DebugWatch(
+                checks, self.state, self._step, self._mailbox, self._backend,
+                self._captures.pointers,
+            )  # fmt: skip
         # Which bucket serves so many slots, as far as it has been asked for.
         self._serving: dict[int, BucketStep] = {}
         self.report: CaptureReport | None = None
@@ -206,6 +216,7 @@ class DecodeRuntime:
         Raises:
             BatchTooLarge, DuplicateSlot, InvalidSlot, StaleSlot, SlotPrefilling, NotCaptured,
             StepsOutstanding, PointerMoved (in debug mode): before anything is written.
+            DebugFault: in debug mode, after the step.
             DeviceLost: when the device has failed.
         """
         if not self._lock.acquire(False):
@@ -219,8 +230,8 @@ class DecodeRuntime:
             older = self._older
             if older is not None and not older.is_read:
                 self._make_room(older)
-            if self._debug:
-                self._captures.pointers.check()
+            if self.debug is not None:
+                return self._step_watched(self.debug, slots, eager)
             number = self._clock.submitted + 1
             if slots != self._asked or self._epoch != self._asked_epoch:
                 self._prepare(slots, number, eager)
@@ -257,6 +268,26 @@ class DecodeRuntime:
         start = now if newer is None or newer.is_read else max(now, newer.expected_ns)
         result = StepResult(number, self._asked_slots, self, now, start + bucket.duration_ns)
         self._older, self._newer = newer, result
+        return result
+
+    def _step_watched(self, watch: DebugWatch, slots: list[int], eager: bool) -> StepResult:
+        watch.check_addresses()
+        number = self._clock.submitted + 1
+        if slots != self._asked or self._epoch != self._asked_epoch:
+            self._prepare(slots, number, eager)
+        bucket = self._bucket
+        assert bucket is not None
+        if bucket.captured is None and not eager:
+            raise NotCaptured(_NOT_CAPTURED)
+        try:
+            with _device_errors():
+                watch.before(bucket.step, number, self._asked_slots, eager)
+            result = self._submit(number, eager)
+            with _device_errors():
+                watch.after(result)
+        except DeviceLost as error:
+            self._lose(error)
+            raise
         return result
 
     def _recount(self, error: BaseException) -> None:

@@ -60,16 +60,21 @@ class StepWatch(TorchDispatchMode):
 
     Args:
         preserve: keep a copy of whatever the step overwrites, for `restore`.
+        padding: all its rows are padding. Otherwise the state's own operations overwrite rows of
+            slots, which their owner must keep a copy of.
 
     Attributes:
         external: the first tensor seen on each storage that existed before the step: what a
             capture of it holds by address.
+        forks: whether the step forks slots.
     """
 
-    def __init__(self, *, preserve: bool) -> None:
+    def __init__(self, *, preserve: bool, padding: bool = True) -> None:
         TorchDispatchMode.__init__(self)
         self.external: dict[int, Tensor] = {}
+        self.forks = False
         self._preserve = preserve
+        self._padding = padding
         self._made: set[int] = set()
         self._saved: list[tuple[Tensor, Tensor]] = []
         self._saved_places: set[tuple[Any, ...]] = set()
@@ -86,8 +91,10 @@ class StepWatch(TorchDispatchMode):
         for key, tensor in given.items():
             if key not in self._made:
                 self.external.setdefault(key, tensor)
-        if self._preserve and func.name() == PAIRED:
-            _check_pairs(*args[1:3])
+        if func.name() == PAIRED:
+            self.forks = True
+            if self._preserve and self._padding:
+                _check_pairs(*args[1:3])
         if self._preserve and func.name() not in SAFE_AT_PADDING:
             for tensor in written_tensors(func, args, kwargs):
                 self._save(tensor)

@@ -37,6 +37,7 @@ class BlockStore:
         device: of blocks and tables.
         clock: of the steps that read blocks.
         uploads: carries table rows to the device.
+        guarded: see `StatePool`.
 
     Attributes:
         pool: a row for each block.
@@ -55,6 +56,7 @@ class BlockStore:
         device: torch.device,
         clock: StepClock,
         uploads: Uploads,
+        guarded: bool = False,
     ) -> None:
         if block_tokens < 1:
             raise SchemaError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -65,7 +67,7 @@ class BlockStore:
             raise SchemaError(f"the number of blocks must be at least 1, got {num_blocks}")
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
-        self.pool = StatePool(fields, num_blocks, device)
+        self.pool = StatePool(fields, num_blocks, device, guarded=guarded)
         self.table = torch.full(
             (max_requests + 1, width), num_blocks, dtype=torch.int32, device=device
         )

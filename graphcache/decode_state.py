@@ -80,6 +80,7 @@ class DecodeState:
         kv_blocks: blocks; None for as many as `max_requests` full contexts take.
         stop_tokens: ids that end an answer unless a request names its own.
         clock: of the steps that run on this state.
+        guarded: have guard rows around arena and blocks, see `StatePool`.
 
     Attributes:
         pool: the arena; `pool[name]` is a field by slot.
@@ -108,6 +109,7 @@ class DecodeState:
         kv_blocks: int | None = None,
         stop_tokens: Sequence[int] = (),
         clock: StepClock | None = None,
+        guarded: bool = False,
     ) -> None:
         if max_context < 2:
             raise SchemaError(
@@ -138,10 +140,11 @@ class DecodeState:
             slot_fields(self.schemas, self._model_fields.values(), max_context),
             max_requests,
             self.device,
+            guarded=guarded,
         )
         self._uploads = Uploads(self.device, max(4096, 4 * max_context))
         self._control = Control(self.pool, self._uploads, modulus)
-        self.blocks = self._make_blocks(grows, block_tokens, kv_blocks)
+        self.blocks = self._make_blocks(grows, block_tokens, kv_blocks, guarded)
         self.layers = make_layers(self.schemas, self.pool, self.blocks, self._control.derived)
 
         self.len = self.pool["len"]
@@ -550,7 +553,7 @@ class DecodeState:
     # --- private ---------------------------------------------------------------------------------
 
     def _make_blocks(
-        self, fields: Sequence[Field], block_tokens: int, kv_blocks: int | None
+        self, fields: Sequence[Field], block_tokens: int, kv_blocks: int | None, guarded: bool
     ) -> BlockStore | None:
         if not fields:
             return None
@@ -563,6 +566,7 @@ class DecodeState:
             device=self.device,
             clock=self.clock,
             uploads=self._uploads,
+            guarded=guarded,
         )
 
     def _check_ids(self, tokens: Iterable[int]) -> list[int]:

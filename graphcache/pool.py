@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,10 +23,12 @@ from torch import Tensor
 
 from .errors import SchemaError, UnsupportedPlatform
 
-__all__ = ["Field", "StatePool"]
+__all__ = ["GUARD", "Field", "StatePool"]
 
 ROW_ALIGNMENT_BYTES = 256
 FIELD_ALIGNMENT_BYTES = 16
+GUARD: Final = -23206
+"""What guard rows hold, 0xFFFFA55A: read as floats it is not a number, and no index is like it."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,12 @@ class StatePool:
             is one copy.
         rows: how many can be handed out; row `rows` is scratch.
         device: where the arena lives.
+        guarded: have a guard row before the first row and one after scratch, filled with `GUARD`;
+            nobody's, so that whoever writes one has an index wrong.
 
     Attributes:
-        arena: [rows + 1, row_stride_bytes] uint8, the one allocation.
+        arena: [rows + 1, row_stride_bytes] uint8, the one allocation, without its guards.
+        guards: the guard rows by where they lie, [row_stride_bytes / 4] int32; empty without.
         fingerprint: changes with any field's name, shape, dtype or place.
 
     Raises:
@@ -78,7 +84,12 @@ class StatePool:
     """
 
     def __init__(
-        self, fields: Iterable[Field], rows: int, device: torch.device | str = "cuda"
+        self,
+        fields: Iterable[Field],
+        rows: int,
+        device: torch.device | str = "cuda",
+        *,
+        guarded: bool = False,
     ) -> None:
         ordered = sorted(fields, key=lambda field: not field.reset)
         names = [field.name for field in ordered]
@@ -112,7 +123,14 @@ class StatePool:
             repr([(f, self._offsets[f.name]) for f in ordered]).encode()
         ).hexdigest()
 
-        self.arena = _zeros(rows + 1, self.row_stride_bytes, self.device)
+        self._whole = _zeros(rows + 1 + 2 * guarded, self.row_stride_bytes, self.device)
+        self.arena = self._whole[1:-1] if guarded else self._whole
+        self.guards: dict[str, Tensor] = {}
+        if guarded:
+            ends = self._whole.view(torch.int32)
+            self.guards = {"before the first row": ends[0], "after the scratch row": ends[-1]}
+            for guard in self.guards.values():
+                guard.fill_(GUARD)
         self._views = {
             name: self._make_view(self.arena, field) for name, field in self.fields.items()
         }
@@ -154,8 +172,16 @@ class StatePool:
         self.arena[target].copy_(self.arena[source])
 
     def memory_bytes(self) -> int:
-        """Bytes of the arena: every row, scratch and alignment included."""
-        return self.arena.numel()
+        """Bytes of the arena: every row, scratch, guards and alignment included."""
+        return self._whole.numel()
+
+    def field_at(self, byte: int) -> str | None:
+        """The field that a row has at an offset, None where it has none."""
+        for name in self.fields:
+            start, end = self.byte_range(name)
+            if start <= byte < end:
+                return name
+        return None
 
     def _make_view(self, arena: Tensor, field: Field) -> Tensor:
         offset = self._offsets[field.name]

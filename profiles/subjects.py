@@ -10,7 +10,7 @@ import torch
 from capture import DecodeRuntime, Ladder
 from graphcache.models import load_model
 
-__all__ = ["CONTEXT", "RawTwin", "make_runtime", "smollm2_shape"]
+__all__ = ["CONTEXT", "RawTwin", "make_runtime", "smollm2_shape", "two_layers"]
 
 CONTEXT = 1024
 """Tokens that every slot has when a measurement begins."""
@@ -34,6 +34,26 @@ def smollm2_shape(device: str) -> Any:
     )
     torch.manual_seed(0)
     built = LlamaForCausalLM(config).to(device=device, dtype=torch.bfloat16)
+    built.generation_config.eos_token_id = None
+    built.config.eos_token_id = None
+    return load_model(built)
+
+
+def two_layers(device: str) -> Any:
+    """A model of two small layers with random weights in float32; no token ends an answer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    built = LlamaForCausalLM(config).to(device)
     built.generation_config.eos_token_id = None
     built.config.eos_token_id = None
     return load_model(built)

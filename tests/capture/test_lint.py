@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture import CaptureError, Ladder
+from capture import CaptureError, DecodeRuntime, Ladder
 from capture.backend import choose_backend
 from capture.lint import Lint
-from graphcache import GraphCacheError
-from tests.capture.support import Chain, chain_runtime
-from tests.toy import BACKENDS, device_of
+from capture.rules import Rule
+from graphcache import Batch, GraphCacheError
+from graphcache.models import StepFunction
+from tests.capture.support import Chain, bits, chain_runtime, differing
+from tests.toy import BACKENDS, VOCAB, ToyDecoder, device_of
 
 READS = "Keep it on the device"
 DEPENDS = "Use a mask and torch.where"
@@ -534,6 +537,26 @@ def test_a_tuner_may_wait_when_a_kernel_first_runs(monkeypatch: pytest.MonkeyPat
 
 
 # --- as a runtime's user meets it -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_clamped_to_a_slot(backend: str) -> None:
+    """Refused before it writes the request that has row 0."""
+    toy = ToyDecoder((None, 6), device_of(backend))
+
+    def step(batch: Batch) -> Tensor:
+        return toy(replace(batch, slots=batch.slots.clamp(min=0)))
+
+    model = StepFunction(step, VOCAB, schemas=toy.schemas, device=toy.device, chunk=toy)
+    options: dict[str, Any] = {"max_requests": 3, "max_context": 32, "block_tokens": 16}
+    with DecodeRuntime(model, backend=backend, **options) as runtime:
+        runtime.admit([1, 2, 3])
+        before = bits(runtime)
+        with pytest.raises(CaptureError, match="a row of padding is given slot 0") as caught:
+            runtime.capture(progress=False)
+        assert caught.value.rule is Rule.PADDING_SLOT
+        assert caught.value.operation == "graphcache.kv_append.default"
+        assert differing(before, bits(runtime)) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

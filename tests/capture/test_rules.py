@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from capture import CaptureError
 from capture.backend import choose_backend
 from capture.lint import Lint
 from capture.rules import PAGE, Rule
+from graphcache import Batch, DecodeState, KVLayerSchema
 from graphcache.ops._triton import jit, tl
 
 TEXT = (Path(__file__).parents[2] / PAGE).read_text()
@@ -43,6 +45,15 @@ def names(device: str) -> dict[str, Any]:
     }
     given = {name: tensor.to(device) for name, tensor in given.items()}
     side = torch.cuda.Stream() if device == "cuda" else None
+    schema = KVLayerSchema(2, 16, 16, dtype=torch.float32)
+    state = DecodeState([schema], max_requests=4, max_context=8, vocab_size=9, device=device)
+    zeros = torch.zeros(4, dtype=torch.int32, device=device)
+    given |= {
+        "batch": Batch(given["slots"], zeros, zeros, 1, state),
+        "layer": state.layers[0],
+        "replace": replace,
+        **{name: torch.ones(4, 2, 16, device=device) for name in "qkv"},
+    }
     return {**given, "torch": torch, "random": random, "kernel": _add, "side": side}
 
 
