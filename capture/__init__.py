@@ -5,9 +5,11 @@ Knows state only as tensors and slots; `graphcache` is that state.
 
 from .errors import CaptureError
 from .ladder import Bucket, Ladder, Refusal
+from .ranges import scope
 from .report import CaptureReport
 from .result import StepResult
 from .runtime import DecodeRuntime
+from .spans import SpanMap
 
 __all__ = [
     "Bucket",
@@ -16,5 +18,7 @@ __all__ = [
     "DecodeRuntime",
     "Ladder",
     "Refusal",
+    "SpanMap",
     "StepResult",
+    "scope",
 ]

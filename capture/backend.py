@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .errors import CaptureError, UnsupportedDriver
 from .source import line_of_error
+from .spans import Node, Span
 
 __all__ = ["Backend", "CapturedStep", "HostBuffer", "choose_backend", "recording"]
 
@@ -27,10 +28,12 @@ class CapturedStep(Protocol):
     Attributes:
         nodes: operations a replay runs.
         device_bytes: device memory that recording it took.
+        spans: the step's scopes, by the nodes they recorded.
     """
 
     nodes: int
     device_bytes: int
+    spans: tuple[Span, ...]
 
     @property
     def external(self) -> Mapping[int, Tensor]:
@@ -39,6 +42,9 @@ class CapturedStep(Protocol):
     @property
     def replay(self) -> Callable[[], None]:
         """Runs it, in the order of the backend's stream; returns before it is done."""
+
+    def describe(self) -> tuple[tuple[Node, ...], bool]:
+        """Its nodes, and whether each depends on just the one before it."""
 
     def close(self) -> None:
         """Free the recording. Nothing may be running it."""

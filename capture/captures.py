@@ -13,16 +13,15 @@ from contextlib import suppress
 from torch import Tensor
 from tqdm import tqdm
 
-from graphcache.scopes import listening
-
 from .backend import Backend, CapturedStep
-from .errors import CaptureError
+from .errors import CaptureError, NotCaptured
 from .ladder import Bucket, Ladder
 from .lint import Lint
 from .pointers import PointerLedger
-from .ranges import Ranges
+from .ranges import PREPARE, REPLAY, Ranges
 from .report import MIB, BucketCost, BucketUse, Counters
 from .source import line_of_error
+from .spans import BucketSpans, SpanMap
 from .watch import StepWatch
 
 __all__ = ["BucketStep", "Captures"]
@@ -50,8 +49,8 @@ class BucketStep:
         self.use = use
         self.captured: CapturedStep | None = None
         self.duration_ns = 0
-        self.prepare = ranges.attributes("prepare", key.rows)
-        self.replay = ranges.attributes("replay", key.rows)
+        self.prepare = ranges.attributes(PREPARE, key.rows)
+        self.replay = ranges.attributes(REPLAY, key.rows)
 
 
 class Captures:
@@ -109,6 +108,20 @@ class Captures:
             raise
         return tuple(costs)
 
+    def spans(self) -> SpanMap:
+        """Which nodes of each captured bucket belong to which scope.
+
+        Raises:
+            NotCaptured: when nothing is captured.
+        """
+        found = []
+        for key, bucket in sorted(self.buckets.items()):
+            if bucket.captured is None:
+                raise NotCaptured("nothing is captured; call capture() first")
+            nodes, linear = bucket.captured.describe()
+            found.append(BucketSpans(key, nodes, bucket.captured.spans, linear))
+        return SpanMap(self._backend.name, tuple(found))
+
     def drop(self) -> None:
         """Free every capture, then let go of what they pointed to. Nothing may be running them."""
         for bucket in self.buckets.values():
@@ -123,7 +136,7 @@ class Captures:
         start = time.perf_counter()
         for _ in range(self._backend.rehearsals):
             self._rehearse(bucket.step)
-        with listening(self._ranges):
+        with self._ranges.capturing(bucket.key):
             captured = self._backend.capture(bucket.step)
         bucket.captured = captured
         bucket.duration_ns = 0

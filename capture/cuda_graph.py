@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphcache.scopes import listening
+
 from .backend import recording
 from .errors import DeviceLost, UnsupportedDriver
+from .graph_nodes import NodeCounter, describe_nodes
 from .host_view import host_view
 from .lint import Lint
+from .spans import Node, Span, SpanRecorder
 from .watch import StepWatch
 
 __all__ = ["CudaGraphBackend", "CudaGraphStep"]
@@ -92,7 +96,12 @@ class CudaGraphStep:
     """
 
     def __init__(
-        self, graph: Any, stream: _Stream, external: Mapping[int, Tensor], device_bytes: int
+        self,
+        graph: Any,
+        stream: _Stream,
+        external: Mapping[int, Tensor],
+        device_bytes: int,
+        spans: tuple[Span, ...],
     ) -> None:
         driver = stream.driver
         # The torch graph owns the memory that the kernels write; the aliases keep what they read,
@@ -101,11 +110,16 @@ class CudaGraphStep:
         self._aliases = [tensor.detach() for tensor in external.values()]
         self.external = external
         self.device_bytes = device_bytes
+        self.spans = spans
+        self._stream = stream
         self.exec = driver.CUgraphExec(graph.raw_cuda_graph_exec())
-        raw = driver.CUgraph(graph.raw_cuda_graph())
-        self.nodes = int(stream.call(driver.cuGraphGetNodes, raw)[-1])
+        self._raw = driver.CUgraph(graph.raw_cuda_graph())
+        self.nodes = int(stream.call(driver.cuGraphGetNodes, self._raw)[-1])
         self.replay = stream.launcher(self.exec)
         self.is_open = True
+
+    def describe(self) -> tuple[tuple[Node, ...], bool]:
+        return describe_nodes(self._stream.driver, self._stream.call, self._raw)
 
     def close(self) -> None:
         self.is_open = False
@@ -173,10 +187,10 @@ class CudaGraphBackend:
         free_before = torch.cuda.mem_get_info(self._device)[0]
         with recording():
             with torch.no_grad(), self.context():
-                self._record(graph, step, watch)
+                spans = self._record(graph, step, watch)
             graph.instantiate()
         taken = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
-        captured = CudaGraphStep(graph, self._driver_stream, watch.external, taken)
+        captured = CudaGraphStep(graph, self._driver_stream, watch.external, taken, spans)
         self._steps.append(captured)
         return captured
 
@@ -200,12 +214,14 @@ class CudaGraphBackend:
         """The pool and the stream go with their last user."""
         self._steps = []
 
-    def _record(self, graph: Any, step: Callable[[], None], watch: StepWatch) -> None:
+    def _record(self, graph: Any, step: Callable[[], None], watch: StepWatch) -> tuple[Span, ...]:
+        scopes = SpanRecorder(NodeCounter(self._driver_stream.driver, self._driver_stream.handle))
         # thread_local: what other threads do with CUDA meanwhile is no concern of this capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with watch, Lint(recorded=torch.cuda.is_current_stream_capturing):
+            with watch, Lint(recorded=torch.cuda.is_current_stream_capturing), listening(scopes):
                 step()
+            spans = scopes.spans()
         except BaseException:
             # Ending an invalid capture raises once more; it frees the stream all the same.
             with suppress(RuntimeError):
@@ -213,6 +229,7 @@ class CudaGraphBackend:
                 graph.reset()
             raise
         self._end(graph)
+        return spans
 
     def _end(self, graph: Any) -> None:
         try:

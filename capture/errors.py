@@ -19,6 +19,7 @@ __all__ = [
     "RuntimeBusy",
     "RuntimeClosed",
     "SourceLine",
+    "SpansError",
     "StepsOutstanding",
     "UnsupportedDriver",
 ]
@@ -93,6 +94,10 @@ class StepsOutstanding(GraphCacheError, RuntimeError):
 
 class NotCaptured(GraphCacheError, RuntimeError):
     """A step was asked for before `capture()`."""
+
+
+class SpansError(GraphCacheError, ValueError):
+    """A file of a capture's spans is missing, torn, or of another kind."""
 
 
 class RuntimeBusy(GraphCacheError, RuntimeError):

@@ -1,19 +1,32 @@
 """NVTX ranges in a domain of their own: what the host does around a replay, and scopes at capture.
 
 A range opened inside captured code fires when the code is captured, never when it is replayed: at
-replay only the host's own range around the launch is live.
+replay only the host's own range around the launch is live. So a step's `scope`s open ranges while
+the step is captured, inside one that names the bucket, and `capture.spans` keeps which nodes they
+recorded; a profile of replays gets its names from either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import nvtx
 from nvtx import _lib as nvtx_lib
 
-__all__ = ["Ranges"]
+from graphcache.scopes import listening, scope
+
+from .ladder import Bucket
+
+__all__ = ["CAPTURE", "DOMAIN", "DRAIN", "PREPARE", "REPLAY", "Ranges", "scope"]
 
 DOMAIN = "graphcache"
+
+# What the host does; the bucket's rows are the payload of those around a step.
+PREPARE, REPLAY, DRAIN = "prepare", "replay", "drain"
+# Before a bucket's name: "capture 8". The scopes of a step lie inside.
+CAPTURE = "capture"
 
 
 class Ranges:
@@ -48,6 +61,16 @@ class Ranges:
         """Close this thread's innermost range."""
         if self.listening:
             self._domain.pop_range()
+
+    @contextmanager
+    def capturing(self, bucket: Bucket) -> Iterator[None]:
+        """Around the capture of a bucket: a range with its name, and a range for each scope."""
+        self.open(self.attributes(f"{CAPTURE} {bucket}"))
+        try:
+            with listening(self):
+                yield
+        finally:
+            self.close()
 
     def push(self, name: str) -> None:
         """A scope of a step was opened, at capture."""

@@ -34,9 +34,10 @@ from .errors import (
 from .ladder import Ladder, Refusal
 from .mailbox import Arrival, Mailbox
 from .pointers import tensors_of_model
-from .ranges import Ranges
+from .ranges import DRAIN, Ranges
 from .report import CaptureReport, Counters
 from .result import StepResult
+from .spans import SpanMap, save_if_asked
 from .step import DecodeStep, Sampler
 
 __all__ = ["DecodeRuntime"]
@@ -149,7 +150,7 @@ class DecodeRuntime:
         )
         self._ranges = Ranges(enabled=nvtx)
         self._listening = self._ranges.listening
-        self._drain = self._ranges.attributes("drain")
+        self._drain = self._ranges.attributes(DRAIN)
         self.counters = Counters()
         self._captures = Captures(
             self.ladder, self._step.of, self._backend, self._ranges, self.counters,
@@ -190,6 +191,8 @@ class DecodeRuntime:
             CaptureError: with the user's line. Nothing stays captured then; state, device and
                 eager steps can be used as before.
             PointerMoved: when a tensor moved while the ladder was captured.
+            SpansError: when $GRAPHCACHE_SPANS names a folder that can't be written to; the ladder
+                is captured by then.
         """
         with self._at_work():
             self._clock.wait(self._clock.submitted)
@@ -198,7 +201,19 @@ class DecodeRuntime:
             self.report = None
             costs = self._captures.capture(progress=progress)
             self.report = CaptureReport(self._backend.name, costs, self.state.memory_bytes())
+            save_if_asked(self._captures.spans)
             return self.report
+
+    def spans(self) -> SpanMap:
+        """Which nodes of a replay belong to which scope of the step, by bucket.
+
+        Asks the driver for every node, some microseconds each; waits for no step.
+
+        Raises:
+            NotCaptured: before `capture()`.
+        """
+        with self._at_work():
+            return self._captures.spans()
 
     # --- steps -----------------------------------------------------------------------------------
 

@@ -59,12 +59,14 @@ class DecodeStep:
         requested = self._inputs.view(key)
 
         def step() -> None:
-            batch = self._state.begin(requested, key.q_len)
+            with scope("begin"):
+                batch = self._state.begin(requested, key.q_len)
             with scope("model"):
                 logits = self._model.decode(batch)
             _check_logits(logits, key.tokens, self._state.vocab_size)
             if self._keep_logits:
-                self._keep(logits)
+                with scope("logits"):
+                    self._keep(logits)
             with scope("sample"):
                 sampled = self._sampler(logits, batch)
             with scope("advance"):

@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from graphcache.scopes import listening
+
 from .backend import recording
 from .errors import DeviceLost
 from .host_view import host_view
 from .lint import Lint
+from .spans import Node, Span, SpanRecorder
 from .watch import StepWatch, storage_key, tensors_in
 
 __all__ = ["TapeBackend", "TapeStep"]
@@ -86,9 +89,12 @@ def _alias(value: Any) -> Any:
 class TapeStep:
     """A recorded step; see `capture.backend.CapturedStep`."""
 
-    def __init__(self, recorder: _Recorder, external: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, recorder: _Recorder, external: Mapping[int, Tensor], spans: tuple[Span, ...]
+    ) -> None:
         self._operations = recorder.operations
         self._external = dict(external)
+        self.spans = spans
         self.nodes = len(recorder.operations)
         self.device_bytes = sum(
             {storage_key(t): t.untyped_storage().nbytes() for t in recorder.made}.values()
@@ -106,6 +112,9 @@ class TapeStep:
                 operation.run()
         except BaseException as error:
             raise DeviceLost(f"a replay failed midway, state is undefined: {error}") from error
+
+    def describe(self) -> tuple[tuple[Node, ...], bool]:
+        return tuple(Node("operation", op.func.name()) for op in self._operations), True
 
     def close(self) -> None:
         self._operations = []
@@ -141,15 +150,17 @@ class TapeBackend:
     def capture(self, step: Callable[[], None]) -> TapeStep:
         recorder = _Recorder()
         watch = StepWatch(preserve=True)
+        scopes = SpanRecorder(lambda: len(recorder.operations))
         with recording(), torch.no_grad():
             try:
-                with watch, recorder, Lint():
+                with watch, recorder, Lint(), listening(scopes):
                     step()
+                spans = scopes.spans()
             finally:
                 watch.restore()
             for tensor in recorder.made:
                 _poison(tensor)
-        return TapeStep(recorder, watch.external)
+        return TapeStep(recorder, watch.external, spans)
 
     def host_buffer(self, target: Tensor) -> _TapeBuffer:
         return _TapeBuffer(target)

@@ -17,6 +17,7 @@ from .ops.index_select import index_select
 from .pool import Field
 from .rows import Rows
 from .schema import LayerCacheSchema
+from .scopes import scope
 from .state_cache import StateCachePool
 
 __all__ = ["CompressorInputs", "EntryInputs", "EntryLayer", "IndexInputs"]
@@ -172,27 +173,32 @@ class EntryLayer:
         """
         self._check(query, inputs, batch)
         own = None
-        if batch.prefill:
-            own = self._absorb_chunk(inputs, batch)
-        else:
-            self._absorb(inputs, batch)
-        selected = self._select(inputs, batch) if self.selects else None
-        attended = entry_attention(
-            query,
-            self.cache.swa,
-            batch.slots,
-            batch.positions,
-            batch.q_len,
-            window=self.schema.swa_window_size,
-            scale=scale,
-            sinks=sinks,
-            rotation=inputs.rotation,
-            own=own,
-            entries=self.entries,
-            table=self.table,
-            compression=self.schema.compression,
-            selected=selected,
-        )
+        with scope("absorb"):
+            if batch.prefill:
+                own = self._absorb_chunk(inputs, batch)
+            else:
+                self._absorb(inputs, batch)
+        selected = None
+        if self.selects:
+            with scope("select"):
+                selected = self._select(inputs, batch)
+        with scope("attend"):
+            attended = entry_attention(
+                query,
+                self.cache.swa,
+                batch.slots,
+                batch.positions,
+                batch.q_len,
+                window=self.schema.swa_window_size,
+                scale=scale,
+                sinks=sinks,
+                rotation=inputs.rotation,
+                own=own,
+                entries=self.entries,
+                table=self.table,
+                compression=self.schema.compression,
+                selected=selected,
+            )
         if batch.prefill:
             self._absorb(inputs, batch, emit=False)
         return attended

@@ -16,6 +16,7 @@ __all__ = [
     "SlotPrefilling",
     "SlotsExhausted",
     "StaleSlot",
+    "UnbalancedScopes",
     "UnsupportedModel",
     "UnsupportedPlatform",
     "WeightsError",
@@ -28,6 +29,10 @@ class GraphCacheError(Exception):
 
 class SchemaError(GraphCacheError, ValueError):
     """A schema, field or pool was described in a way that can't be laid out."""
+
+
+class UnbalancedScopes(GraphCacheError, RuntimeError):
+    """A step closed a scope that it had not opened, or left one open."""
 
 
 class UnsupportedModel(GraphCacheError, NotImplementedError):

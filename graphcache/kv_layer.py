@@ -13,6 +13,7 @@ from .ops.kv_append import kv_append
 from .ops.prefill_attention import prefill_attention
 from .rings import WindowRing
 from .schema import KVLayerSchema
+from .scopes import scope
 
 __all__ = ["KVLayer"]
 
@@ -94,8 +95,10 @@ class KVLayer:
             "attend", q, self.k, self.v, batch.slots, batch.positions, batch.q_len, self.table,
             window, softcap, sinks,
         )  # fmt: skip
-        kv_append(k, v, self.k, self.v, batch.slots, batch.positions, batch.q_len, self.table)
-        return decode_attention(
-            q, self.k, self.v, batch.slots, batch.positions, batch.q_len, scale,
-            self.table, window, softcap, sinks,
-        )  # fmt: skip
+        with scope("append"):
+            kv_append(k, v, self.k, self.v, batch.slots, batch.positions, batch.q_len, self.table)
+        with scope("attend"):
+            return decode_attention(
+                q, self.k, self.v, batch.slots, batch.positions, batch.q_len, scale,
+                self.table, window, softcap, sinks,
+            )  # fmt: skip

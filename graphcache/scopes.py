@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from .errors import UnbalancedScopes
+
 __all__ = ["ScopeListener", "close_scope", "listening", "open_scope", "path", "reset", "scope"]
 
 
@@ -48,9 +50,15 @@ def open_scope(name: str) -> None:
 
 
 def close_scope() -> None:
-    """Close the innermost open scope, if one is open."""
+    """Close the innermost open scope.
+
+    Raises:
+        UnbalancedScopes: when none is open.
+    """
     if not _thread.open:
-        return
+        raise UnbalancedScopes(
+            "close_scope() was called with no scope open; each open_scope() has one close_scope()"
+        )
     _, listeners = _thread.open.pop()
     for listener in reversed(listeners):
         listener.pop()
@@ -58,16 +66,36 @@ def close_scope() -> None:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Name what runs inside. Scopes nest; leaving one closes all that were left open in it.
+    """Name what runs inside. Scopes nest; an exception closes all that it left open.
 
     Usable in steps: touches no tensor and no device.
+
+    Raises:
+        UnbalancedScopes: when the block left a scope open, or closed this one. All that it opened
+            is closed by then.
     """
     depth = len(_thread.open)
     open_scope(name)
+    opened = _thread.open[depth]
     try:
         yield
+        _check_balance(opened, depth)
     finally:
         reset(depth)
+
+
+def _check_balance(opened: tuple[str, tuple[ScopeListener, ...]], depth: int) -> None:
+    name = opened[0]
+    if len(_thread.open) <= depth or _thread.open[depth] is not opened:
+        raise UnbalancedScopes(
+            f"scope {name!r} was closed before its block ended: one close_scope() too many"
+        )
+    left = [inner for inner, _ in _thread.open[depth + 1 :]]
+    if left:
+        raise UnbalancedScopes(
+            f"scope {name!r} ended with {' / '.join(map(repr, left))} open in it: "
+            "close_scope() is missing"
+        )
 
 
 def reset(depth: int = 0) -> None:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from graphcache import scopes
+from graphcache.errors import UnbalancedScopes
 
 
 class _Heard:
@@ -39,6 +40,7 @@ def test_a_listener_that_comes_or_goes_within_a_scope_hears_in_balance() -> None
                 pass
             scopes.open_scope("c")
         scopes.open_scope("d")
+        scopes.reset(1)
     assert heard.events == ["b", "-", "c", "-"]
     assert scopes.path() == ()
 
@@ -68,8 +70,39 @@ def test_reset_closes_down_to_a_depth() -> None:
     assert scopes.path() == ("a", "b")
     scopes.reset()
     assert scopes.path() == ()
-    scopes.close_scope()
+
+
+def test_closing_what_is_not_open_is_refused() -> None:
+    with pytest.raises(UnbalancedScopes, match="no scope open"):
+        scopes.close_scope()
+
+
+def test_a_scope_left_open_is_named_and_closed() -> None:
+    heard = _Heard()
+    with scopes.listening(heard), scopes.scope("a"):
+        with pytest.raises(UnbalancedScopes, match=r"'b' ended with 'c' / 'd' open"):
+            with scopes.scope("b"):
+                scopes.open_scope("c")
+                scopes.open_scope("d")
+        assert scopes.path() == ("a",)
+    assert heard.events == ["a", "b", "c", "d", "-", "-", "-", "-"]
+
+
+def test_a_scope_closed_by_its_own_block_is_named() -> None:
+    with pytest.raises(UnbalancedScopes, match=r"'b' was closed before its block ended"):
+        with scopes.scope("b"):
+            scopes.close_scope()
+    with pytest.raises(UnbalancedScopes, match=r"'b' was closed before its block ended"):
+        with scopes.scope("b"):
+            scopes.close_scope()
+            scopes.open_scope("b")
     assert scopes.path() == ()
+
+
+def test_unbalanced_scopes_do_not_hide_the_error_that_caused_them() -> None:
+    with pytest.raises(ZeroDivisionError), scopes.scope("a"):
+        scopes.open_scope("b")
+        raise ZeroDivisionError
 
 
 def test_threads_do_not_hear_each_other() -> None:

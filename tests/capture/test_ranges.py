@@ -120,7 +120,7 @@ def test_attributes_are_made_once(backend: str, tool: Tool) -> None:
 
 
 @both
-def test_scopes_of_the_step_are_heard_once_a_bucket_at_capture(backend: str, tool: Tool) -> None:
+def test_scopes_are_heard_inside_their_buckets_capture(backend: str, tool: Tool) -> None:
     """Rehearsals are not captures, and eager steps neither."""
     chain = Chain(device_of(backend))
 
@@ -138,10 +138,11 @@ def test_scopes_of_the_step_are_heard_once_a_bucket_at_capture(backend: str, too
         ]  # fmt: skip
         runtime.capture(progress=False)
         once = [
+            ("begin", None), "-",
             ("model", None), ("layer 0", None), ("attention", None), "-", "-", "-",
-            ("sample", None), "-", ("advance", None), "-",
+            ("sample", None), "-", ("advance", None), "-", "-",
         ]  # fmt: skip
-        assert tool.take() == once * 2
+        assert tool.take() == [("capture 2", None), *once, ("capture 1", None), *once]
         runtime.step([runtime.admit([1])]).tokens()
         assert tool.take() == [("prepare", 1), "-", ("replay", 1), "-", ("drain", None), "-"]
 
@@ -158,7 +159,7 @@ def test_a_capture_that_fails_closes_what_it_opened(backend: str, tool: Tool) ->
         chain.before = before
         with pytest.raises(CaptureError):
             runtime.capture(progress=False)
-        assert tool.take() == [("model", None), "-"]
+        assert tool.take() == [("capture 2", None), ("begin", None), "-", ("model", None), "-", "-"]
 
 
 @both
