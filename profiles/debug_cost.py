@@ -1,4 +1,4 @@
-"""`python -m profiles.debug_cost`: what each check of debug mode adds to a step, on this machine."""
+"""`python -m profiles.debug_cost`: what each check of debug mode adds to a step on this machine."""
 
 from __future__ import annotations
 
