@@ -315,7 +315,11 @@ class DecodeRuntime:
             self._backend.synchronize()
         except DeviceLost as lost:
             self._lost = str(lost)
-        self._clock.submitted = self._mailbox.completed()
+        submitted, self._clock.submitted = self._clock.submitted, self._mailbox.completed()
+        if self._clock.submitted < submitted and self.state.accumulates:
+            # Run again, the step would fold its tokens twice into the layers that it reached.
+            for slot in self._asked:
+                self.state.mark_torn(slot)
 
     def _make_room(self, older: StepResult) -> None:
         newer = self._newer

@@ -23,6 +23,7 @@ SAFE_AT_PADDING = frozenset(
         "graphcache::absorb",
         "graphcache::advance",
         "graphcache::fork_slots",
+        "graphcache::write_slots",
     }
 )
 # Whose slots are not those of the batch: a step brings them, and they must be padding by then.

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
+from .errors import SchemaError
+from .ops.slot_rows import read_slots, write_slots
+from .pool import Field
+
 if TYPE_CHECKING:
     from .decode_state import DecodeState
 
@@ -43,3 +47,52 @@ class Batch:
     def rows(self) -> int:
         """Rows of the batch: one slot each."""
         return self.slots.shape[0] // self.q_len
+
+    def read(self, name: str) -> Tensor:
+        """What each row's slot has in a field, packed. One node; usable in steps.
+
+        Args:
+            name: of a field that the model declares.
+
+        Returns:
+            [rows, *shape] in the field's dtype; zeros at padding.
+
+        Raises:
+            SchemaError: for a field that the model doesn't declare.
+        """
+        self._field(name)
+        return read_slots(self.state.pool[name], self._row_slots())
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Put into each row's slot what it is to have in a field. One node; usable in steps.
+
+        Padding writes nothing, so that neither padding nor a slot that has finished changes.
+
+        Args:
+            name: of a field that the model declares.
+            values: [rows, *shape], cast to the field's dtype.
+
+        Raises:
+            SchemaError: for a field that the model doesn't declare, values of another shape, or a
+                step of several tokens a row that would accumulate some that are not taken. Nothing
+                is written then.
+        """
+        field = self._field(name)
+        if field.accumulates and self.q_len > 1 and not self.prefill:
+            raise SchemaError(
+                f"field {name!r} accumulates, so a step may absorb one token a row, not "
+                f"{self.q_len}: those that are not taken could not be undone"
+            )
+        values = values.to(field.dtype).contiguous()
+        write_slots(self.state.pool[name], self._row_slots(), values)
+
+    def _row_slots(self) -> Tensor:
+        # A row's padding comes last: its first token has its slot.
+        return self.slots if self.q_len == 1 else self.slots[:: self.q_len].contiguous()
+
+    def _field(self, name: str) -> Field:
+        field = self.state.fields.get(name)
+        if field is None:
+            known = ", ".join(sorted(self.state.fields)) or "none"
+            raise SchemaError(f"the model declares no field {name!r}; it declares {known}")
+        return field

@@ -24,7 +24,7 @@ from .batch import Batch
 from .block_store import BlockStore
 from .checkpoint import Checkpoint
 from .control import Control, Lengths, control_fields
-from .errors import ContextFull, InvalidRequest, LayoutMismatch, SchemaError
+from .errors import ContextFull, InvalidRequest, LayoutMismatch, RewindTooFar, SchemaError
 from .finish import FinishReason
 from .kept import ByteRange, KeptRows, merged, pack
 from .layout import (
@@ -87,6 +87,7 @@ class DecodeState:
         blocks: K and V of the layers without a window, and compressed entries; None where there
             are none.
         layers: by index, what a layer's attention calls.
+        fields: those that the model declares, by name.
         slots: who has which row.
         len, high, floor, done, limit: [S1] int32, see the glossary in the README.
         tokens: [S1, max_context] int32: each request's tokens; the pending one is
@@ -127,7 +128,7 @@ class DecodeState:
         self.slots = SlotManager(max_requests, self.clock)
         self.rings = rings_of(self.schemas, max_context)
         # Without a reset a recycled slot would keep what the earlier request had there.
-        self._model_fields = {field.name: replace(field, reset=True) for field in fields}
+        self.fields = {field.name: replace(field, reset=True) for field in fields}
         modulus = derived_modulus(self.schemas)
         if block_tokens is None:
             block_tokens = block_tokens_for(self.schemas)
@@ -135,9 +136,9 @@ class DecodeState:
         grows = block_fields(self.schemas, block_tokens)
         # Of a row, what belongs to no layer; the tokens apart.
         self._scalars = [field.name for field in control_fields(len(modulus))]
-        self._scalars += self._model_fields
+        self._scalars += self.fields
         self.pool = StatePool(
-            slot_fields(self.schemas, self._model_fields.values(), max_context),
+            slot_fields(self.schemas, self.fields.values(), max_context),
             max_requests,
             self.device,
             guarded=guarded,
@@ -358,7 +359,7 @@ class DecodeState:
         self.slots.mark_live(self.slots.row_of(handle))
 
     def mark_torn(self, handle: int) -> None:
-        """A prefill failed midway: some layers have absorbed what others have not."""
+        """A prefill or a step failed midway: some layers have absorbed what others have not."""
         self.slots.mark_torn(self.slots.row_of(handle))
 
     def retire(self, handle: int) -> None:
@@ -419,7 +420,8 @@ class DecodeState:
             length: at most the slot's present length.
 
         Raises:
-            RewindTooFar: when rows that are needed have been overwritten.
+            RewindTooFar: when rows that are needed have been overwritten, or a field accumulates
+                and `length` is not the present one.
             BlocksExhausted, InvalidSlot, StaleSlot, InvalidRequest: like it, before anything is
                 written.
         """
@@ -431,6 +433,8 @@ class DecodeState:
             raise InvalidRequest(
                 f"can't rewind to {length} tokens: slot {handle} has absorbed {current}"
             )
+        if length < current:
+            self._check_nothing_accumulates(length)
         check_rewind(length, high, floor, self.rings)
         if self.blocks is not None:
             self.blocks.rewind(row, length)
@@ -516,6 +520,11 @@ class DecodeState:
     # --- accounts --------------------------------------------------------------------------------
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a field folds all tokens into itself, so that no step can be run twice."""
+        return any(field.accumulates for field in self.fields.values())
+
+    @property
     def fingerprint(self) -> str:
         """Equal where a checkpoint of one state can be restored into another."""
         layout = (
@@ -588,12 +597,22 @@ class DecodeState:
     def _check_fields(self, fields: Mapping[str, object]) -> dict[str, np.ndarray]:
         values = {}
         for name, value in fields.items():
-            field = self._model_fields.get(name)
+            field = self.fields.get(name)
             if field is None:
-                known = ", ".join(sorted(self._model_fields)) or "none"
+                known = ", ".join(sorted(self.fields)) or "none"
                 raise InvalidRequest(f"the model declares no field {name!r}; it declares {known}")
             values[name] = field_value(field, value)
         return values
+
+    def _check_nothing_accumulates(self, length: int) -> None:
+        if self.accumulates:
+            names = sorted(name for name, field in self.fields.items() if field.accumulates)
+            raise RewindTooFar(
+                f"can't rewind to {length} tokens: all tokens absorbed are folded into "
+                f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}, where none can be "
+                "taken out again. Fork or take a checkpoint before going on, or admit the prompt "
+                "again"
+            )
 
     def _row_on_device(self, row: int) -> Tensor:
         return torch.full((1,), row, dtype=torch.int32, device=self.device)

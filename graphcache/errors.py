@@ -68,7 +68,10 @@ class SlotPrefilling(GraphCacheError, RuntimeError):
 
 
 class PrefillFailed(GraphCacheError, RuntimeError):
-    """A slot whose prefill raised midway: some layers have absorbed what others have not."""
+    """A slot whose prefill raised midway: some layers have absorbed what others have not.
+
+    So has one whose eager step raised, where fields accumulate.
+    """
 
 
 class SlotsExhausted(GraphCacheError, RuntimeError):

@@ -42,6 +42,9 @@ class Field:
         initial: value of every element when the pool is made.
         reset: `reset_row` puts `initial` back. Needed where a stale value would be read, as in
             fields that accumulate; rings masked by position need none.
+        accumulates: all tokens of a slot are folded into it, as in recurrent and conv states: it
+            has no row for each. A slot with such a field can't be rewound, only forked or
+            checkpointed, and its steps absorb one token a row.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Field:
     dtype: torch.dtype
     initial: float = 0
     reset: bool = False
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:

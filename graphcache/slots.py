@@ -133,7 +133,7 @@ class SlotManager:
         self._steppable[row] = -1
 
     def mark_torn(self, row: int) -> None:
-        """The row's prefill failed midway: it can only be retired."""
+        """The row's prefill or step failed midway: it can only be retired."""
         self._phase[row] = SlotPhase.TORN
         self._steppable[row] = -1
 
@@ -172,7 +172,7 @@ class SlotManager:
         Raises:
             InvalidSlot, StaleSlot: as `row_of`.
             SlotPrefilling: when a prompt is not complete.
-            PrefillFailed: when a prefill raised midway.
+            PrefillFailed: when a prefill or a step raised midway.
         """
         steppable = self._steppable
         try:
@@ -188,12 +188,13 @@ class SlotManager:
 
         Raises:
             InvalidSlot, StaleSlot: as `row_of`.
-            PrefillFailed: when a prefill of it raised midway.
+            PrefillFailed: when a prefill or a step of it raised midway.
         """
         row = self.row_of(handle)
         if self._phase[row] is SlotPhase.TORN:
             raise PrefillFailed(
-                f"a prefill of slot {handle} failed midway, so its layers disagree; retire it"
+                f"a prefill or an eager step of slot {handle} failed midway, so its layers "
+                "disagree; retire it"
             )
         return row
 
