@@ -8,6 +8,7 @@ import math
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from .report import MIB, bucket_table
 from .result import StepResult
 from .runtime import DecodeRuntime
 
-__all__ = ["app", "main", "silence_libraries"]
+__all__ = ["app", "main", "run_app", "silence_libraries"]
 
 app = typer.Typer(
     add_completion=False,
@@ -39,9 +40,14 @@ messages = Console(stderr=True)
 
 
 def main() -> None:
-    """Run the command; errors of the library end it with one line and exit code 1."""
+    """Run the command."""
+    run_app(app)
+
+
+def run_app(command: Callable[[], object]) -> None:
+    """Run a command; errors of the library end it with one line and exit code 1."""
     try:
-        app()
+        command()
     except GraphCacheError as error:
         # One line however long: a terminal wraps it, and a log keeps it whole.
         said = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"

@@ -33,20 +33,23 @@ class HostRanges:
 
     Args:
         ranges: in the order of their start, the outer first.
+
+    Attributes:
+        by_thread: the ranges of each thread.
     """
 
     def __init__(self, ranges: Iterable[Range]) -> None:
-        self._ranges: dict[int, list[Range]] = defaultdict(list)
+        self.by_thread: dict[int, list[Range]] = defaultdict(list)
         for found in ranges:
-            self._ranges[found.thread].append(found)
+            self.by_thread[found.thread].append(found)
         self._starts = {
-            thread: [found.start for found in mine] for thread, mine in self._ranges.items()
+            thread: [found.start for found in mine] for thread, mine in self.by_thread.items()
         }
-        self._outer = {thread: _outer_of(mine) for thread, mine in self._ranges.items()}
+        self._outer = {thread: _outer_of(mine) for thread, mine in self.by_thread.items()}
 
     def open_at(self, thread: int, time: int) -> list[Range]:
         """Ranges open at a time, the outermost first."""
-        mine = self._ranges.get(thread)
+        mine = self.by_thread.get(thread)
         if mine is None:
             return []
         index = bisect_right(self._starts[thread], time) - 1
