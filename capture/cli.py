@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphcache import FinishReason, GraphCacheError
+from graphcache.errors import UnsupportedPlatform
 
 from .environment import Finding, inspect_environment
 from .ladder import Ladder
@@ -135,6 +137,25 @@ def generate(
             f"{report.backend} on {decoder.device}, weights loaded in {load_s:.1f} s, "
             f"state {report.state_bytes / MIB:.1f} MiB"
         )
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def profile(context: typer.Context) -> None:
+    """Run a workload under Nsight Systems, and name what its replays ran by scope."""
+    # Measurement is a floor above and not part of an installed package: looked up when asked for.
+    try:
+        command = importlib.import_module("profiles.nsys.profile")
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "profiles":
+            raise
+        raise UnsupportedPlatform(
+            "graphcache profile needs the folder profiles/ of a checkout, which an installed "
+            "package does not have: run it there"
+        ) from None
+    command.app(context.args, prog_name="graphcache profile")
 
 
 def _decode(
