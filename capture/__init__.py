@@ -3,6 +3,8 @@
 Knows state only as tensors and slots; `graphcache` is that state.
 """
 
+from graphcache.probes import probe
+
 from .errors import CaptureError
 from .ladder import Bucket, Ladder, Refusal
 from .ranges import scope
@@ -20,5 +22,6 @@ __all__ = [
     "Refusal",
     "SpanMap",
     "StepResult",
+    "probe",
     "scope",
 ]

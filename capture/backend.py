@@ -8,6 +8,7 @@ numbers taken from Python are fixed; recording leaves all state as it was.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -19,7 +20,14 @@ from .errors import CaptureError, UnsupportedDriver
 from .source import line_of_error
 from .spans import Node, Span
 
-__all__ = ["Backend", "CapturedStep", "HostBuffer", "choose_backend", "recording"]
+__all__ = [
+    "Backend",
+    "CapturedStep",
+    "HostBuffer",
+    "choose_backend",
+    "is_recording",
+    "recording",
+]
 
 
 class CapturedStep(Protocol):
@@ -109,6 +117,19 @@ class Backend(Protocol):
         """Let go of the stream and of memory kept for recordings."""
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.recording = False
+
+
+_thread = _Thread()
+
+
+def is_recording() -> bool:
+    """Whether this thread is recording a step just now."""
+    return _thread.recording
+
+
 @contextmanager
 def recording() -> Iterator[None]:
     """Around the recording of a step: the collector rests, and what the step raises gets its line.
@@ -119,6 +140,7 @@ def recording() -> Iterator[None]:
     collecting = gc.isenabled()
     # No finalizer of some collected cycle may run inside a capture.
     gc.disable()
+    _thread.recording = True
     try:
         yield
     except CaptureError:
@@ -129,6 +151,7 @@ def recording() -> Iterator[None]:
             source=line_of_error(error),
         ) from error
     finally:
+        _thread.recording = False
         if collecting:
             gc.enable()
 

@@ -16,6 +16,7 @@ __all__ = [
     "LadderError",
     "NotCaptured",
     "PointerMoved",
+    "ProbeError",
     "RuntimeBusy",
     "RuntimeClosed",
     "SourceLine",
@@ -94,6 +95,10 @@ class StepsOutstanding(GraphCacheError, RuntimeError):
 
 class NotCaptured(GraphCacheError, RuntimeError):
     """A step was asked for before `capture()`."""
+
+
+class ProbeError(GraphCacheError, ValueError):
+    """Probed values that can't be kept, read or compared as asked."""
 
 
 class SpansError(GraphCacheError, ValueError):

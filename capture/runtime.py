@@ -27,6 +27,7 @@ from .errors import (
     BatchTooLarge,
     DeviceLost,
     NotCaptured,
+    ProbeError,
     RuntimeBusy,
     RuntimeClosed,
     StepsOutstanding,
@@ -34,6 +35,7 @@ from .errors import (
 from .ladder import Ladder, Refusal
 from .mailbox import Arrival, Mailbox
 from .pointers import tensors_of_model
+from .probes import ProbeBuffers
 from .ranges import DRAIN, Ranges
 from .report import CaptureReport, Counters
 from .result import StepResult
@@ -80,6 +82,8 @@ class DecodeRuntime:
         debug: look at every step before and after, see `capture.debug`; None asks the environment
             variable GRAPHCACHE_DEBUG. Steps are waited for then. Off, it costs nothing.
         nvtx: open ranges where a tool listens.
+        probes: keep what the step's probes see, for `probed()`: True for all, or shell patterns of
+            names; costs a copy each. Off, nothing of them is captured.
 
     Attributes:
         state: what the requests own.
@@ -107,6 +111,7 @@ class DecodeRuntime:
         keep_logits: bool = False,
         debug: bool | DebugOptions | None = None,
         nvtx: bool = True,
+        probes: bool | Iterable[str] = False,
     ) -> None:
         _check_model(model)
         if prefill_chunk < 1:
@@ -152,8 +157,11 @@ class DecodeRuntime:
         self._listening = self._ranges.listening
         self._drain = self._ranges.attributes(DRAIN)
         self.counters = Counters()
+        self._probes = ProbeBuffers.of(probes)
+        self._eager_at = 0
+        step_of = self._step.of if self._probes is None else self._probes.around(self._step.of)
         self._captures = Captures(
-            self.ladder, self._step.of, self._backend, self._ranges, self.counters,
+            self.ladder, step_of, self._backend, self._ranges, self.counters,
             _Named(model, self.state, self._inputs),
         )  # fmt: skip
         self._buckets = self._captures.buckets
@@ -268,6 +276,7 @@ class DecodeRuntime:
                 with self._backend.context(), torch.no_grad(), _device_errors():
                     bucket.step()
                 bucket.use.eager_runs += 1
+                self._eager_at = number
             else:
                 captured.replay()
                 bucket.use.replays += 1
@@ -406,6 +415,24 @@ class DecodeRuntime:
             raise NotCaptured(f"the logits of step {result.number} were overwritten by a later one")
         self._mailbox.wait(result.number)
         return logits[: len(result.slots)]
+
+    def probed(self) -> dict[str, Tensor]:
+        """What each probe saw in the latest step, by name, in the order in which they ran.
+
+        Waits for the steps submitted, and copies to the host. Rows are those of the step's bucket,
+        padding included. A name probed twice in a step ends in " (2)" the second time.
+
+        Raises:
+            ProbeError: when probes are off, or no step has run.
+        """
+        with self._at_work():
+            if self._probes is None:
+                raise ProbeError("probes are off; make the runtime with probes=True")
+            number = self._clock.submitted
+            if self._bucket is None or not number:
+                raise ProbeError("no step has run yet; probes hold the latest step's values")
+            self._clock.wait(number)
+            return self._probes.values(self._bucket.key, eager=self._eager_at == number)
 
     # --- a request's life ------------------------------------------------------------------------
 

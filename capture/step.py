@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphcache import Batch, DecodeState
 from graphcache.errors import SchemaError
+from graphcache.probes import probe
 from graphcache.scopes import scope
 
 from .batch import StepBatch
@@ -63,6 +64,7 @@ class DecodeStep:
                 batch = self._state.begin(requested, key.q_len)
             with scope("model"):
                 logits = self._model.decode(batch)
+                probe("logits", logits)
             _check_logits(logits, key.tokens, self._state.vocab_size)
             if self._keep_logits:
                 with scope("logits"):

@@ -18,6 +18,7 @@ from ..entry_layer import CompressorInputs, EntryInputs, EntryLayer, IndexInputs
 from ..errors import UnsupportedModel, UnsupportedPlatform
 from ..ops.absorb import Rotation
 from ..ops.rotate_heads import rotate_heads
+from ..probes import probe
 from ..rows import RowFormat
 from ..schema import LayerCacheSchema
 from ..scopes import scope
@@ -144,6 +145,7 @@ class DeepseekV4Decoder(Hosted):
         for index, (layer, attention) in enumerate(zip(body.layers, self._layers, strict=True)):
             with scope(f"layer {index}"):
                 streams = _step_layer(layer, attention, streams, tokens, turns, batch, index)
+                probe("output", streams)
         hidden: Tensor = body.norm(body.hc_head(streams))
         return hidden
 
@@ -161,10 +163,12 @@ def _step_layer(
     state: Any = batch.state.layers[index]
     with scope("attention"):
         attended = attention(layer.input_layernorm(collapsed)[0], turns, batch, state)
+        probe("output", attended)
     streams = _mix(streams, post, mix, attended.unsqueeze(0))
     post, mix, collapsed = layer.ffn_hc(streams)
     with scope("mlp"):
         fed = layer.mlp(layer.post_attention_layernorm(collapsed), input_ids=tokens)
+        probe("output", fed)
     return _mix(streams, post, mix, fed)
 
 

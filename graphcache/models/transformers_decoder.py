@@ -20,6 +20,7 @@ from .. import scopes
 from ..batch import Batch
 from ..errors import UnsupportedModel
 from ..pool import Field
+from ..probes import probe
 from ._hosted import Hosted, stop_tokens_of
 from .families import Family, check_config, read_schemas
 
@@ -206,4 +207,12 @@ def _name_scopes(model: PreTrainedModel, family: Family) -> None:
 
 def _name_scope(module: nn.Module, name: str) -> None:
     module.register_forward_pre_hook(lambda *_: scopes.open_scope(name))
-    module.register_forward_hook(lambda *_: scopes.close_scope(), always_call=True)
+    module.register_forward_hook(_leave_scope, always_call=True)
+
+
+def _leave_scope(module: nn.Module, given: object, output: Any) -> None:
+    # Attention modules return their weights besides; a forward that raised returned nothing.
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, Tensor):
+        probe("output", first)
+    scopes.close_scope()
