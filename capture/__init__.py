@@ -7,6 +7,7 @@ from graphcache.probes import probe
 
 from .errors import CaptureError
 from .ladder import Bucket, Ladder, Refusal
+from .memory_plan import MemoryPlan, plan_memory
 from .ranges import scope
 from .report import CaptureReport
 from .result import StepResult
@@ -19,9 +20,11 @@ __all__ = [
     "CaptureReport",
     "DecodeRuntime",
     "Ladder",
+    "MemoryPlan",
     "Refusal",
     "SpanMap",
     "StepResult",
+    "plan_memory",
     "probe",
     "scope",
 ]

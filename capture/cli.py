@@ -25,6 +25,7 @@ from graphcache.errors import UnsupportedPlatform
 
 from .environment import Finding, inspect_environment
 from .ladder import Ladder
+from .memory_plan import plan_memory
 from .report import MIB, bucket_table
 from .result import StepResult
 from .runtime import DecodeRuntime
@@ -134,9 +135,41 @@ def generate(
         console.print(bucket_table(report, runtime.counters))
         console.print(
             f"{count} tokens in {decode_s:.2f} s: [bold]{rate:.1f} tokens/s[/] with prefill, "
-            f"{report.backend} on {decoder.device}, weights loaded in {load_s:.1f} s, "
-            f"state {report.state_bytes / MIB:.1f} MiB"
+            f"{report.backend} on {decoder.device}, weights loaded in {load_s:.1f} s; "
+            f"{report.memory_line}"
         )
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option(help='"smollm2", a local transformers folder, or a .gguf file.')
+    ] = "smollm2",
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests decoded at once.")] = 64,
+    max_context: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a request; the model's by default.")
+    ] = None,
+    budget_mib: Annotated[
+        int | None, typer.Option(min=1, help="MiB for all but the weights; what is free on a GPU.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What memory serving a model takes, and how many requests fit, before any is served."""
+    silence_libraries()
+    from graphcache.models import load_model
+
+    with messages.status("loading weights, capturing a few buckets", spinner="dots"):
+        planned = plan_memory(
+            load_model(model, device=device),
+            max_requests=max_requests,
+            max_context=max_context,
+            budget_bytes=None if budget_mib is None else budget_mib * MIB,
+        )
+    if as_json:
+        print(json.dumps(planned.as_json(), indent=2))
+        return
+    console.print(planned.table())
 
 
 @app.command(
@@ -284,6 +317,8 @@ def _as_json(
         "decode_s": decode_s,
         "tokens_per_s": rate,
         "state_bytes": report.state_bytes,
+        "weight_bytes": report.weight_bytes,
+        "capture_bytes": report.taken_bytes,
         "buckets": [
             {
                 "rows": cost.bucket.rows,

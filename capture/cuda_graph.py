@@ -173,6 +173,7 @@ class CudaGraphBackend:
         self._driver_stream = _Stream(self.stream)
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: list[CudaGraphStep] = []
+        self._captured = False
 
     def context(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
@@ -182,6 +183,10 @@ class CudaGraphBackend:
         if not self._steps:
             # A pool dies with the last graph that used it, and its handle with it.
             self._pool = torch.cuda.graph_pool_handle()
+            if self._captured:
+                # What the last ladder's pool had would be kept for nobody.
+                torch.cuda.empty_cache()
+        self._captured = True
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         watch = StepWatch(preserve=False)
         free_before = torch.cuda.mem_get_info(self._device)[0]

@@ -188,7 +188,7 @@ class DebugWatch:
         self, result: StepResult, name: str, pool: StatePool, where: str, guard: Tensor
     ) -> DebugFault:
         places = (guard != GUARD).nonzero().flatten().tolist()
-        field = pool.field_at(4 * places[0]) or "no field"
+        field = pool.layout.field_at(4 * places[0]) or "no field"
         # So that the next step is judged by what it does itself.
         guard.fill_(GUARD)
         return DebugFault(

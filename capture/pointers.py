@@ -51,6 +51,10 @@ class PointerLedger:
                 self._known.add(key)
                 self._by_owner.append((tensor, *_place(tensor)))
 
+    def held(self) -> list[Tensor]:
+        """The tensors that steps touched."""
+        return [tensor for tensor, _, _ in self._by_owner]
+
     def clear(self) -> None:
         """Let go of everything, once no capture needs it."""
         self._by_name, self._by_owner, self._known = {}, [], set()

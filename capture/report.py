@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from .ladder import Bucket, RefusalReason
 
-__all__ = ["BucketCost", "BucketUse", "CaptureReport", "Counters", "bucket_table"]
+__all__ = ["BucketCost", "BucketUse", "CaptureReport", "Counters", "bucket_table", "rendered"]
 
 MIB = 1024 * 1024
 
@@ -40,11 +41,18 @@ class CaptureReport:
         backend: "cuda_graph" or "tape".
         buckets: each bucket's cost.
         state_bytes: all state, pools and blocks.
+        weight_bytes: of the model's tensors.
+        taken_bytes: device memory that went in all: recordings, and what rehearsals left, as
+            kernels, workspaces and the allocator's reserve; what a trial had taken before counts.
+        planned_bytes: what a plan had foreseen of it; None without a plan.
     """
 
     backend: str
     buckets: tuple[BucketCost, ...]
     state_bytes: int
+    weight_bytes: int = 0
+    taken_bytes: int = 0
+    planned_bytes: int | None = None
 
     @property
     def total_ms(self) -> float:
@@ -56,8 +64,28 @@ class CaptureReport:
         """Device memory of all captures."""
         return sum(cost.device_bytes for cost in self.buckets)
 
+    @property
+    def estimate_error(self) -> float | None:
+        """By how much the plan was off, as a share of what was taken; None without a plan."""
+        if self.planned_bytes is None:
+            return None
+        if not self.taken_bytes:
+            return 0.0 if not self.planned_bytes else math.inf
+        return self.planned_bytes / self.taken_bytes - 1
+
+    @property
+    def memory_line(self) -> str:
+        """Where device memory went, in a sentence."""
+        line = (
+            f"weights {self.weight_bytes / MIB:.1f} MiB, state {self.state_bytes / MIB:.1f} MiB, "
+            f"captures {self.taken_bytes / MIB:.1f} MiB"
+        )
+        if self.planned_bytes is None or self.estimate_error is None:
+            return line
+        return f"{line}, planned {self.planned_bytes / MIB:.1f} ({self.estimate_error:+.1%})"
+
     def __str__(self) -> str:
-        return _rendered(bucket_table(self))
+        return f"{rendered(bucket_table(self))}\n{self.memory_line}"
 
 
 @dataclass
@@ -111,7 +139,8 @@ def bucket_table(report: CaptureReport, counters: Counters | None = None) -> Tab
     return table
 
 
-def _rendered(table: Table) -> str:
+def rendered(table: Table) -> str:
+    """A table as text."""
     console = Console(width=100, force_terminal=False)
     with console.capture() as captured:
         console.print(table)

@@ -11,17 +11,18 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from graphcache import PAD_SLOT, Checkpoint, DecodeState
-from graphcache.errors import DuplicateSlot, InvalidRequest, SchemaError, UnsupportedModel
+from graphcache.errors import DuplicateSlot, InvalidRequest, SchemaError
 
 from .backend import choose_backend
 from .batch import StepBatch
 from .captures import BucketStep, Captures
+from .checks import check_ladder, check_model, context_of
 from .debug import DebugOptions, DebugWatch
 from .errors import (
     BatchTooLarge,
@@ -34,6 +35,7 @@ from .errors import (
 )
 from .ladder import Ladder, Refusal
 from .mailbox import Arrival, Mailbox
+from .memory import DeviceMemory, weight_bytes
 from .pointers import tensors_of_model
 from .probes import ProbeBuffers
 from .ranges import DRAIN, Ranges
@@ -41,6 +43,9 @@ from .report import CaptureReport, Counters
 from .result import StepResult
 from .spans import SpanMap, save_if_asked
 from .step import DecodeStep, Sampler
+
+if TYPE_CHECKING:
+    from .memory_plan import MemoryPlan
 
 __all__ = ["DecodeRuntime"]
 
@@ -113,13 +118,13 @@ class DecodeRuntime:
         nvtx: bool = True,
         probes: bool | Iterable[str] = False,
     ) -> None:
-        _check_model(model)
+        check_model(model)
         if prefill_chunk < 1:
             raise SchemaError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self.model = model
         self.device = torch.device(getattr(model, "device", "cpu"))
         self.ladder = ladder or Ladder.powers_of_two(max_requests)
-        _check_ladder(self.ladder, max_requests)
+        check_ladder(self.ladder, max_requests)
         self._backend = choose_backend(backend, self.device)
         self._prefill_chunk = prefill_chunk
         checks = DebugOptions.chosen(debug)
@@ -133,7 +138,7 @@ class DecodeRuntime:
             self.state = DecodeState(
                 model.schemas,
                 max_requests=max_requests,
-                max_context=_context_of(model, max_context),
+                max_context=context_of(model, max_context),
                 vocab_size=model.vocab_size,
                 device=self.device,
                 fields=getattr(model, "fields", ()),
@@ -187,15 +192,17 @@ class DecodeRuntime:
 
     # --- capture ---------------------------------------------------------------------------------
 
-    def capture(self, *, progress: bool = True) -> CaptureReport:
+    def capture(self, *, progress: bool = True, plan: MemoryPlan | None = None) -> CaptureReport:
         """Rehearse and capture every bucket, the largest first. Live requests are left as they are.
 
         Waits for the steps submitted so far. Called again, it captures anew.
 
         Args:
             progress: show a bar with bucket and memory.
+            plan: of a runtime like this one, for the report to compare with.
 
         Raises:
+            InvalidRequest: for the plan of another runtime.
             CaptureError: with the user's line. Nothing stays captured then; state, device and
                 eager steps can be used as before.
             PointerMoved: when a tensor moved while the ladder was captured.
@@ -203,12 +210,24 @@ class DecodeRuntime:
                 is captured by then.
         """
         with self._at_work():
+            if plan is not None:
+                plan.check_meant_for(self.ladder, self.state)
             self._clock.wait(self._clock.submitted)
             self._inputs.requested.fill_(PAD_SLOT)
             self._asked_epoch = -1
             self.report = None
+            memory = DeviceMemory(self.device)
+            used = memory.used()
             costs = self._captures.capture(progress=progress)
-            self.report = CaptureReport(self._backend.name, costs, self.state.memory_bytes())
+            taken = memory.used() - used + (plan.retained_bytes if plan is not None else 0)
+            self.report = CaptureReport(
+                backend=self._backend.name,
+                buckets=costs,
+                state_bytes=self.state.memory_bytes(),
+                weight_bytes=self._weight_bytes(),
+                taken_bytes=max(taken, sum(cost.device_bytes for cost in costs)),
+                planned_bytes=None if plan is None else plan.capture_bytes,
+            )
             save_if_asked(self._captures.spans)
             return self.report
 
@@ -222,6 +241,13 @@ class DecodeRuntime:
         """
         with self._at_work():
             return self._captures.spans()
+
+    def _weight_bytes(self) -> int:
+        held = self._captures.pointers.held()
+        own = [*self.state.named_tensors().values(), self._inputs.requested, self._mailbox.counter]
+        if self._step.logits is not None:
+            own.append(self._step.logits)
+        return weight_bytes(self.model, self.device, held, own)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -692,38 +718,3 @@ def _device_errors() -> Iterator[None]:
         yield
     except torch.AcceleratorError as error:
         raise DeviceLost(f"the device failed: {error}; close this runtime") from error
-
-
-def _check_model(model: Any) -> None:
-    missing = [
-        name for name in ("schemas", "vocab_size", "prefill", "decode") if not hasattr(model, name)
-    ]
-    if missing:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has no {', '.join(missing)}: a model needs schemas, "
-            "vocab_size, prefill(batch) and decode(batch); wrap a bare function in "
-            "graphcache.models.StepFunction, a transformers model with load_model"
-        )
-
-
-def _check_ladder(ladder: Ladder, max_requests: int) -> None:
-    if ladder.ceiling > max_requests:
-        raise SchemaError(
-            f"the ladder's ceiling {ladder.ceiling} lies above max_requests={max_requests}"
-        )
-    if ladder.q_len != 1:
-        raise SchemaError(
-            f"a ladder of {ladder.q_len} tokens a row: accepting drafted tokens in a step comes "
-            "in a later version; use q_len=1"
-        )
-
-
-def _context_of(model: Any, asked: int | None) -> int:
-    most = getattr(model, "max_context", None)
-    if asked is None:
-        if most is None:
-            raise SchemaError("max_context is needed: the model names none of its own")
-        return int(most)
-    if most is not None and asked > most:
-        raise SchemaError(f"max_context={asked} is beyond the model's {most}")
-    return asked

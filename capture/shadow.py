@@ -151,7 +151,7 @@ class Shadow:
         for owned, one, other in zip(expected.owned, now.rows, then.rows, strict=True):
             if not torch.equal(one, other):
                 row, byte = (one != other).nonzero()[0].tolist()
-                field = owned.pool.field_at(byte) or "padding"
+                field = owned.pool.layout.field_at(byte) or "padding"
                 yield f"{field} in {owned.owners[row]} (byte {byte} of a row of the {owned.name})"
 
     # --- private ---------------------------------------------------------------------------------

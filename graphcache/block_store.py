@@ -21,7 +21,12 @@ from .pool import Field, StatePool
 from .slots import StepClock
 from .uploads import Uploads
 
-__all__ = ["BlockStore"]
+__all__ = ["BlockStore", "table_width"]
+
+
+def table_width(max_context: int, block_tokens: int) -> int:
+    """Blocks that a full context takes: entries of a table's row."""
+    return -(-max_context // block_tokens)
 
 
 class BlockStore:
@@ -60,7 +65,7 @@ class BlockStore:
     ) -> None:
         if block_tokens < 1:
             raise SchemaError(f"block_tokens must be at least 1, got {block_tokens}")
-        width = -(-max_context // block_tokens)
+        width = table_width(max_context, block_tokens)
         if num_blocks is None:
             num_blocks = max_requests * width
         if num_blocks < 1:

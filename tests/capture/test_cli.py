@@ -101,7 +101,7 @@ def test_json_holds_the_models_answer_and_what_it_took(run: Run, folder: Path) -
     found = json.loads(ended.out)
     assert set(found) == {
         "answers", "backend", "device", "load_s", "decode_s", "tokens_per_s", "state_bytes",
-        "buckets",
+        "weight_bytes", "capture_bytes", "buckets",
     }  # fmt: skip
     (answer,) = found["answers"]
     assert answer["prompt"] == "hi there"
@@ -112,6 +112,9 @@ def test_json_holds_the_models_answer_and_what_it_took(run: Run, folder: Path) -
     assert (found["backend"], found["device"]) == ("tape", "cpu")
     assert found["tokens_per_s"] == pytest.approx(9 / found["decode_s"])
     assert found["load_s"] > 0 and found["state_bytes"] > 0
+    assert (
+        found["weight_bytes"] > 0 and found["capture_bytes"] == found["buckets"][0]["device_bytes"]
+    )
     (bucket,) = found["buckets"]
     assert (bucket["rows"], bucket["q_len"], bucket["padding_rows"]) == (1, 1, 0)
     assert bucket["nodes"] > 50 and bucket["capture_ms"] > 0
@@ -281,6 +284,28 @@ def test_an_interrupt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run("generate", "--prompt", "x")
     assert ended.code == 130
     assert "Traceback" not in ended.err
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_told_before_anything_is_served(run: Run, folder: Path) -> None:
+    options = ["--max-requests", 6, "--max-context", 32, "--budget-mib", 8]
+    ended = run("plan", "--model", folder, "--device", "cpu", *options, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    found = json.loads(ended.out)
+    assert found["backend"] == "tape" and found["buckets"] == [1, 2, 4, 6]
+    parts = ("weight_bytes", "slots_bytes", "blocks_bytes", "capture_bytes", "prefill_bytes")
+    assert found["total_bytes"] == sum(found[part] for part in parts)
+    assert found["budget_bytes"] == 8 * 2**20 and found["slots_that_fit"] > 6
+    shown = run("plan", "--model", folder, "--device", "cpu", *options)
+    assert shown.code == 0
+    assert f"fits up to {found['slots_that_fit']} slots" in " ".join(shown.out.split())
+
+
+def test_a_plan_that_can_not_be(run: Run, folder: Path) -> None:
+    ended = run("plan", "--model", folder, "--device", "cpu", "--max-context", 1000)
+    assert ended.code == 1 and ended.err.startswith("SchemaError: max_context=1000 is beyond")
 
 
 # --- info -----------------------------------------------------------------------------------------
