@@ -13,6 +13,7 @@ from .report import CaptureReport
 from .result import StepResult
 from .runtime import DecodeRuntime
 from .spans import SpanMap
+from .verify import verify
 
 __all__ = [
     "Bucket",
@@ -27,4 +28,5 @@ __all__ = [
     "plan_memory",
     "probe",
     "scope",
+    "verify",
 ]

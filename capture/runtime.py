@@ -92,6 +92,7 @@ class DecodeRuntime:
 
     Attributes:
         state: what the requests own.
+        sampler: as given.
         counters: what has run, and what was refused.
         report: of the last `capture()`, or None.
         debug: what debug mode has checked, or None when it is off.
@@ -149,6 +150,7 @@ class DecodeRuntime:
                 guarded=checks is not None and checks.guards,
             )
             self._inputs = StepBatch(tokens, self.device, self._backend)
+        self.sampler = sampler
         self._keep_logits = keep_logits
         self._step = DecodeStep(
             model,

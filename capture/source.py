@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -15,7 +16,7 @@ import graphcache
 
 from .errors import SourceLine
 
-__all__ = ["line_of_error", "user_line"]
+__all__ = ["line_of_error", "line_of_frames", "user_line"]
 
 _OURS = tuple(
     str(Path(place).resolve()) + os.sep
@@ -49,8 +50,13 @@ def line_of_error(error: BaseException) -> SourceLine | None:
     return _innermost(reversed(frames))
 
 
-def _innermost(frames: object) -> SourceLine | None:
-    for file, line in frames:  # type: ignore[attr-defined]
+def line_of_frames(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
+    """The line of user code among frames, each a file and a line, innermost first."""
+    return _innermost(frames)
+
+
+def _innermost(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
+    for file, line in frames:
         if file.startswith("<"):
             continue
         resolved = os.path.realpath(file)

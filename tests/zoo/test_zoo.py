@@ -1,0 +1,57 @@
+"""Every fault of the zoo is found by name, and nothing is found where nothing is wrong."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from capture import verify
+from tests.toy import device_of
+from tests.zoo.planted import FAULTS, UNUSUAL, Specimen
+
+for _room in ("padding_faults", "frozen_faults", "life_faults", "machine_faults", "unusual_steps"):
+    importlib.import_module(f"tests.zoo.{_room}")
+
+TRIALS = 8
+SETTINGS = {"max_requests": 4, "max_context": 64, "block_tokens": 8}
+
+
+def _each(specimens: list[Specimen]) -> list[object]:
+    return [
+        pytest.param(
+            specimen, backend, id=f"{specimen.name}-{backend}",
+            marks=[pytest.mark.gpu] if backend == "cuda_graph" else [],
+        )
+        for specimen in specimens
+        for backend in specimen.backends
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("specimen", "backend"), _each(FAULTS))
+def test_a_planted_fault_is_found_by_name(
+    specimen: Specimen, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options = specimen.make(device_of(backend), monkeypatch)
+    report = verify(model, trials=TRIALS, seed=1, backend=backend, **{**SETTINGS, **options})
+    print(report)
+    assert not report.ok
+    found = {finding.hazard: finding for finding in report.findings}
+    assert specimen.hazard in found, report
+    finding = found[specimen.hazard]
+    if specimen.line:
+        assert finding.source is not None
+        assert specimen.line in finding.source.text
+        assert specimen.line in finding.where
+    assert str(finding) in str(report).replace("\n  ", "\n")
+
+
+@pytest.mark.parametrize(("specimen", "backend"), _each(UNUSUAL))
+def test_an_unusual_step_that_is_right_passes(
+    specimen: Specimen, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options = specimen.make(device_of(backend), monkeypatch)
+    report = verify(model, trials=TRIALS, seed=2, backend=backend, **{**SETTINGS, **options})
+    assert report.ok, report
+    assert report.trials == TRIALS
+    assert report.left_changed == ()
