@@ -7,7 +7,7 @@ what kind a model is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,10 +64,42 @@ class Family:
     mlp: str = "mlp"
 
 
-def _every_layer_whole(config: Any, dtype: torch.dtype) -> tuple[LayerSchema, ...]:
+def _kv_layers(config: Any, dtype: torch.dtype) -> tuple[LayerSchema, ...]:
+    """K and V of one width by head; in windows where the config names sliding layers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    layer = KVLayerSchema(kv_heads, k_head_dim=head_dim, v_head_dim=head_dim, dtype=dtype)
+    whole = KVLayerSchema(kv_heads, k_head_dim=head_dim, v_head_dim=head_dim, dtype=dtype)
+    return tuple(replace(whole, window=window) for window in _windows(config))
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The tokens that a query of each layer sees, None for all."""
+    layers = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * layers
+    windows: list[int | None] = []
+    for index, kind in enumerate(kinds[:layers]):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModel(
+                f"layer {index} is of type {kind!r} (config.layer_types); served are "
+                "full_attention and sliding_attention"
+            )
+        if kind == "sliding_attention" and not window:
+            raise UnsupportedModel(f"layer {index} slides, and config.sliding_window is {window!r}")
+        windows.append(window if kind == "sliding_attention" else None)
+    return windows
+
+
+def _latent_layers(config: Any, dtype: torch.dtype) -> tuple[LayerSchema, ...]:
+    """Latent attention as transformers runs it: K and V expanded to every head, of two widths."""
+    layer = KVLayerSchema(
+        config.num_attention_heads,
+        k_head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        dtype=dtype,
+    )
     return (layer,) * int(config.num_hidden_layers)
 
 
@@ -90,7 +122,16 @@ FAMILIES: dict[str, Family] = {
         options=("row_format", "index_format", "tail_dtype", "step_width", "rewind"),
         check_written=check_written_pattern,
     ),
-    "llama": Family(schemas=_every_layer_whole),
+    "deepseek_v3": Family(schemas=_latent_layers),
+    "gemma2": Family(schemas=_kv_layers),
+    "gemma3_text": Family(schemas=_kv_layers),
+    "gpt_neox": Family(schemas=_kv_layers, attention="attention"),
+    "gpt_oss": Family(schemas=_kv_layers),
+    "llama": Family(schemas=_kv_layers),
+    "mistral": Family(schemas=_kv_layers),
+    "phi3": Family(schemas=_kv_layers),
+    "qwen3": Family(schemas=_kv_layers),
+    "qwen3_moe": Family(schemas=_kv_layers),
 }
 
 
@@ -201,6 +242,10 @@ def _check_weights_format(config: Any) -> None:
 
 
 def _check_attention(config: Any) -> None:
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            "attention that looks ahead is not served (config.use_bidirectional_attention)"
+        )
     if not getattr(config, "is_causal", True):
         raise UnsupportedModel("attention that is not causal is not served (config.is_causal)")
     relative = str(getattr(config, "position_embedding_type", None) or "absolute")

@@ -7,6 +7,7 @@ and attends. The tokens of all requests are packed into one row `[1, T]`, told a
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from .. import scopes
 from ..batch import Batch
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["TransformersDecoder"]
 
 ATTENTION = "graphcache"
+ATTENTION_OVER_EAGER = "graphcache_over_eager"
+"""The same for a model that was built with eager attention, as soft caps and sinks ask for."""
+EXPERTS = "batched_mm"
+"""Experts as products of static shape: the others read on the host how many tokens each takes."""
 
 
 def _attend(
@@ -45,7 +50,8 @@ def _attend(
     """The attention of every layer: query [1, H, T, D], key and value [1, Hkv, T, D], rotated."""
     if graphcache_batch is None:
         # The model's owner runs it by themselves, `generate` for one: it works as before.
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
+        as_before = kwargs.pop("graphcache_as_before", sdpa_attention_forward)
+        plain: tuple[Tensor, None] = as_before(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return plain
@@ -64,8 +70,15 @@ def _attend(
     return attended.unsqueeze(0), None
 
 
+def _attend_over_eager(module: nn.Module, *given: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    modelling: Any = sys.modules[type(module).__module__]
+    return _attend(module, *given, graphcache_as_before=modelling.eager_attention_forward, **kwargs)
+
+
 AttentionInterface.register(ATTENTION, _attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionInterface.register(ATTENTION_OVER_EAGER, _attend_over_eager)
+AttentionMaskInterface.register(ATTENTION_OVER_EAGER, eager_mask)
 
 
 class TransformersDecoder(Hosted):
@@ -117,6 +130,8 @@ class TransformersDecoder(Hosted):
         # Four dims keep transformers from building a mask, which would read positions on the host.
         self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         _switch_attention(model)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation(EXPERTS)
         _name_scopes(model, family)
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -183,9 +198,11 @@ def _listed(things: set[Any]) -> str:
 
 
 def _switch_attention(model: PreTrainedModel) -> None:
-    model.set_attn_implementation(ATTENTION)
+    before = model.config._attn_implementation
+    ours = ATTENTION_OVER_EAGER if before in ("eager", ATTENTION_OVER_EAGER) else ATTENTION
+    model.set_attn_implementation(ours)
     # Where a model can't switch, transformers only warns.
-    if model.config._attn_implementation != ATTENTION:
+    if model.config._attn_implementation != ours:
         raise UnsupportedModel(
             f"{type(model).__name__} does not call attention through transformers' interface"
         )

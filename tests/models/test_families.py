@@ -1,0 +1,125 @@
+"""Every kind of decoder that is served, against its own `generate`: greedy, token for token.
+
+The oracle is `transformers` alone: one prompt at a time, its cache, its eager attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture import DecodeRuntime, Ladder
+from graphcache.errors import UnsupportedModel
+from graphcache.models import load_model
+from graphcache.models.families import FAMILIES, family_of
+from tests.books import audit, poison
+from tests.models.small_families import SMALL, VOCAB, WINDOW, small_model
+from tests.test_generate_equality import answers
+from tests.toy import BACKENDS, device_of
+
+LENGTHS = (1, 60, 7, 33, 2, 16)
+COUNTS = (40, 12, 30, 24, 9, 33)
+each_family = pytest.mark.parametrize("model_type", sorted(SMALL))
+both = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def requests() -> list[tuple[list[int], int]]:
+    generator = torch.Generator().manual_seed(8)
+    return [
+        (torch.randint(3, VOCAB, (length,), generator=generator).tolist(), count)
+        for length, count in zip(LENGTHS, COUNTS, strict=True)
+    ]
+
+
+def own_answer(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.no_grad():
+        told = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+        )
+    answer: list[int] = told[0, len(prompt) :].tolist()
+    return answer
+
+
+def test_each_family_that_keeps_k_and_v_is_here() -> None:
+    assert sorted(SMALL) == sorted(set(FAMILIES) - {"deepseek_v4"})
+
+
+@both
+@each_family
+def test_answers_are_those_of_generate(backend: str, model_type: str) -> None:
+    torch.set_num_threads(1)
+    model = small_model(model_type).to(device_of(backend))
+    expected = [own_answer(copy.deepcopy(model), *request) for request in requests()]
+    # Past several windows and blocks, and no answer that repeats one token.
+    assert max(map(len, expected)) > 3 * WINDOW
+    assert len({token for answer in expected for token in answer}) > 20
+    with DecodeRuntime(
+        load_model(model), max_requests=4, max_context=128, ladder=Ladder([1, 2, 4]),
+        backend=backend, block_tokens=16, prefill_chunk=24, nvtx=False,
+    ) as runtime:  # fmt: skip
+        poison(runtime.state)
+        runtime.capture(progress=False)
+        assert answers(runtime, requests(), at_once=3, turn=4) == expected
+        assert sum(use.eager_runs for use in runtime.counters.buckets.values()) == 0
+        audit(runtime.state)
+
+
+@both
+@each_family
+def test_replays_equal_eager_steps_bit_for_bit(backend: str, model_type: str) -> None:
+    decoder = load_model(small_model(model_type).to(device_of(backend)))
+    with DecodeRuntime(
+        decoder, max_requests=3, max_context=64, ladder=Ladder([1, 3]), backend=backend,
+        block_tokens=16, keep_logits=True, nvtx=False,
+    ) as runtime:  # fmt: skip
+        poison(runtime.state)
+        runtime.capture(progress=False)
+        slots = [runtime.admit(prompt, max_tokens=20) for prompt, _ in requests()[2:5]]
+        for asked in (slots, slots[1:2], slots[:2]):
+            for _ in range(3):
+                kept = [runtime.checkpoint(slot) for slot in asked]
+                eager = logits_of(runtime, asked, eager=True)
+                for slot, held in zip(asked, kept, strict=True):
+                    runtime.rewind(slot, held.length)
+                    held.release()
+                assert torch.equal(logits_of(runtime, asked, eager=False), eager)
+
+
+def logits_of(runtime: DecodeRuntime, slots: list[int], *, eager: bool) -> Tensor:
+    result = runtime.step(slots, eager=eager)
+    result.tokens()
+    return result.logits.clone()
+
+
+@each_family
+def test_a_model_by_itself_runs_as_before(model_type: str) -> None:
+    model = small_model(model_type)
+    prompt, count = requests()[3]
+    expected = own_answer(copy.deepcopy(model), prompt, count)
+    load_model(model)
+    assert own_answer(model, prompt, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer 0 is of type 'chunked_att"),
+        ("gemma2", {"sliding_window": None}, "layer 0 slides, and config.sliding_window is None"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attention that looks ahead"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' depend on the batch"),
+        ("llama", {"model_type": "mamba"}, "no adapter serves model_type 'mamba'; served: deepse"),
+    ],
+)
+def test_what_is_missing_is_named(model_type: str, change: dict[str, Any], message: str) -> None:
+    model = small_model(model_type)
+    for name, value in change.items():
+        object.__setattr__(model.config, name, value)
+    with pytest.raises(UnsupportedModel, match=message):
+        family_of(model.config).schemas(model.config, torch.float32)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(model)
