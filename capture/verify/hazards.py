@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import CaptureError
+from ..rules import Rule
 from ..watch import PAIRED
 
 __all__ = ["HAZARDS", "Hazard", "hazard_of"]
@@ -108,25 +109,30 @@ _ALL: Final = (
 HAZARDS: Final = {hazard.name: hazard for hazard in _ALL}
 """By name."""
 
-# What a message of the lint says, and what the hazard is then called; the first that fits.
-_SAID: Final = (
-    ("__bool__", "frozen-branch"),
-    ("synchronize", "waits-in-step"),
-    ("random state", "frozen-random"),
-    ("size depends on data", "size-depends-on-data"),
-    ("copies between devices", "waits-in-step"),
-    ("waits for the device, which", "waits-in-step"),
-    ("other memory", "moved-address"),
-    ("Python data", "frozen-value"),
-    ("the host reads", "frozen-value"),
-)
+_OF_RULE: Final = {
+    Rule.HOST_READ: "frozen-value",
+    Rule.DATA_DEPENDENT: "size-depends-on-data",
+    Rule.CROSSES_DEVICES: "waits-in-step",
+    Rule.FROZEN_DATA: "frozen-value",
+    Rule.RANDOM: "frozen-random",
+    Rule.HOST_DRAW: "frozen-random",
+    Rule.WAITS: "waits-in-step",
+    Rule.OTHER_STREAM: "other-thread",
+    Rule.UNSEEN_KERNEL: "not-capturable",
+    Rule.MOVES: "moved-address",
+    Rule.BAD_INDEX: "padding-hits-last-slot",
+    Rule.PADDING_SLOT: "padding-hits-last-slot",
+}
 
 
 def hazard_of(error: CaptureError) -> str:
     """The name of the hazard that stopped a capture."""
-    said = str(error)
     if error.operation is None:
         return "waits-in-step" if "captur" in str(error.__cause__ or "") else "step-raises"
     if error.operation == PAIRED:
         return "capture-changes-state"
-    return next((name for text, name in _SAID if text in said), "not-capturable")
+    if error.rule is None:
+        return "not-capturable"
+    if error.rule is Rule.HOST_READ and "__bool__" in error.operation:
+        return "frozen-branch"
+    return _OF_RULE[error.rule]

@@ -6,7 +6,9 @@ import importlib
 
 import pytest
 
-from capture import verify
+from capture import CaptureError, verify
+from capture.rules import Rule
+from capture.verify.hazards import HAZARDS, hazard_of
 from tests.toy import device_of
 from tests.zoo.planted import FAULTS, UNUSUAL, Specimen
 
@@ -55,3 +57,8 @@ def test_an_unusual_step_that_is_right_passes(
     assert report.ok, report
     assert report.trials == TRIALS
     assert report.left_changed == ()
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_every_rule_of_the_lint_has_a_hazards_name(rule: Rule) -> None:
+    assert hazard_of(CaptureError("refused", operation="an operation", rule=rule)) in HAZARDS
