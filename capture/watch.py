@@ -21,6 +21,8 @@ SAFE_AT_PADDING = frozenset(
     {
         "graphcache::kv_append",
         "graphcache::absorb",
+        "graphcache::conv_update",
+        "graphcache::scan_update",
         "graphcache::advance",
         "graphcache::fork_slots",
         "graphcache::write_slots",
