@@ -113,7 +113,9 @@ def generate(
     load_s = time.perf_counter() - started
     ids = [decoder.encode_chat(text) for text in prompts]
     slots = min(max_requests, len(prompts))
-    context = min(decoder.max_context, max(map(len, ids)) + max_tokens + 1)
+    context = max(map(len, ids)) + max_tokens + 1
+    if decoder.max_context is not None:
+        context = min(decoder.max_context, context)
     with DecodeRuntime(
         decoder,
         max_requests=slots,

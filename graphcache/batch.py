@@ -77,18 +77,40 @@ class Batch:
                 step of several tokens a row that would accumulate some that are not taken. Nothing
                 is written then.
         """
+        field = self._written_field(name)
+        values = values.to(field.dtype).contiguous()
+        write_slots(self.state.pool[name], self._row_slots(), values)
+
+    def in_place(self, name: str) -> Tensor:
+        """A field of every slot, for operations that read and write it by slot. No node.
+
+        They are given `slots` and `q_len`, and must write nothing at padding.
+
+        Args:
+            name: of a field that the model declares.
+
+        Returns:
+            [S1, *shape], a view of the state; the last row is scratch.
+
+        Raises:
+            SchemaError: for a field that the model doesn't declare, or a step of several tokens a
+                row that would accumulate some that are not taken.
+        """
+        self._written_field(name)
+        return self.state.pool[name]
+
+    def _row_slots(self) -> Tensor:
+        # A row's padding comes last: its first token has its slot.
+        return self.slots if self.q_len == 1 else self.slots[:: self.q_len].contiguous()
+
+    def _written_field(self, name: str) -> Field:
         field = self._field(name)
         if field.accumulates and self.q_len > 1 and not self.prefill:
             raise SchemaError(
                 f"field {name!r} accumulates, so a step may absorb one token a row, not "
                 f"{self.q_len}: those that are not taken could not be undone"
             )
-        values = values.to(field.dtype).contiguous()
-        write_slots(self.state.pool[name], self._row_slots(), values)
-
-    def _row_slots(self) -> Tensor:
-        # A row's padding comes last: its first token has its slot.
-        return self.slots if self.q_len == 1 else self.slots[:: self.q_len].contiguous()
+        return field
 
     def _field(self, name: str) -> Field:
         field = self.state.fields.get(name)

@@ -1,4 +1,4 @@
-"""What adapters of transformers models have in common: text, and where an answer ends."""
+"""What adapters of transformers models share: text, where weights lie, where an answer ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..pool import Field
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Hosted", "stop_tokens_of"]
+__all__ = ["Hosted", "place_of", "stop_tokens_of"]
 
 
 class Hosted(ABC):
@@ -36,7 +36,7 @@ class Hosted(ABC):
     fields: tuple[Field, ...] = ()
     vocab_size: int
     stop_tokens: tuple[int, ...]
-    max_context: int
+    max_context: int | None
     device: torch.device
     dtype: torch.dtype
 
@@ -84,6 +84,31 @@ class Hosted(ABC):
         if self.tokenizer is None:
             raise UnsupportedModel("this model came without a tokenizer; work with token ids")
         return self.tokenizer
+
+
+def place_of(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """The one device and dtype of a model's weights.
+
+    Raises:
+        UnsupportedModel: for several, for weights not built, or quantised.
+    """
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise UnsupportedModel(f"the model is not built: {name} has no memory (device meta)")
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise UnsupportedModel(f"quantised weights are not served: {name} is {parameter.dtype}")
+    devices = {parameter.device for parameter in parameters.values()}
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(devices) != 1:
+        raise UnsupportedModel(f"weights lie on {_listed(devices)}; one device is served")
+    if len(dtypes) != 1:
+        raise UnsupportedModel(f"weights are of {_listed(dtypes)}; one dtype is served")
+    return devices.pop(), dtypes.pop()
+
+
+def _listed(things: set[Any]) -> str:
+    return " and ".join(sorted(map(str, things))) or "nothing"
 
 
 def stop_tokens_of(model: PreTrainedModel) -> tuple[int, ...]:

@@ -37,8 +37,8 @@ class DecodeModel(Protocol):
         """Ids that end an answer."""
 
     @property
-    def max_context(self) -> int:
-        """Most tokens of a request that the model can place."""
+    def max_context(self) -> int | None:
+        """Most tokens of a request that the model can place; None where it has no limit."""
 
     @property
     def device(self) -> torch.device:

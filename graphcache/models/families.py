@@ -18,6 +18,7 @@ from ..rows import RowFormat
 from ..schema import KVLayerSchema, LayerCacheSchema
 from ._hosted import Hosted
 from .entry_schemas import WEIGHT_DTYPES, check_written_pattern, read_entry_schemas
+from .mamba2_fields import check_mamba2
 
 __all__ = [
     "FAMILIES",
@@ -115,6 +116,18 @@ def _deepseek_v4(model: Any, tokenizer: Any, **options: Any) -> Hosted:
     return DeepseekV4Decoder(model, tokenizer, **options)
 
 
+def _no_layers(config: Any, dtype: torch.dtype) -> tuple[LayerSchema, ...]:
+    """A state-space model attends nowhere: what it keeps are its adapter's fields."""
+    check_mamba2(config)
+    return ()
+
+
+def _mamba2(model: Any, tokenizer: Any) -> Hosted:
+    from .mamba2 import Mamba2Decoder
+
+    return Mamba2Decoder(model, tokenizer)
+
+
 FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(
         schemas=_entries,
@@ -128,6 +141,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(schemas=_kv_layers, attention="attention"),
     "gpt_oss": Family(schemas=_kv_layers),
     "llama": Family(schemas=_kv_layers),
+    "mamba2": Family(schemas=_no_layers, adapter=_mamba2),
     "mistral": Family(schemas=_kv_layers),
     "phi3": Family(schemas=_kv_layers),
     "qwen3": Family(schemas=_kv_layers),

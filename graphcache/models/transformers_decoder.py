@@ -22,7 +22,7 @@ from ..batch import Batch
 from ..errors import UnsupportedModel
 from ..pool import Field
 from ..probes import probe
-from ._hosted import Hosted, stop_tokens_of
+from ._hosted import Hosted, place_of, stop_tokens_of
 from .families import Family, check_config, read_schemas
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class TransformersDecoder(Hosted):
                 f"expected a built transformers model, got {type(model).__name__}"
             )
         family = check_config(model.config)
-        self.device, self.dtype = _place_of(model)
+        self.device, self.dtype = place_of(model)
         self.schemas = read_schemas(model.config, self.dtype)
         if model.get_output_embeddings() is None:
             raise UnsupportedModel(
@@ -174,27 +174,6 @@ class TransformersDecoder(Hosted):
             )
         finally:
             scopes.reset(depth)
-
-
-def _place_of(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-    """The one device and dtype of a model's weights."""
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if parameter.is_meta:
-            raise UnsupportedModel(f"the model is not built: {name} has no memory (device meta)")
-        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-            raise UnsupportedModel(f"quantised weights are not served: {name} is {parameter.dtype}")
-    devices = {parameter.device for parameter in parameters.values()}
-    dtypes = {parameter.dtype for parameter in parameters.values()}
-    if len(devices) != 1:
-        raise UnsupportedModel(f"weights lie on {_listed(devices)}; one device is served")
-    if len(dtypes) != 1:
-        raise UnsupportedModel(f"weights are of {_listed(dtypes)}; one dtype is served")
-    return devices.pop(), dtypes.pop()
-
-
-def _listed(things: set[Any]) -> str:
-    return " and ".join(sorted(map(str, things))) or "nothing"
 
 
 def _switch_attention(model: PreTrainedModel) -> None:

@@ -46,7 +46,7 @@ def own_answer(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def test_each_family_that_keeps_k_and_v_is_here() -> None:
-    assert sorted(SMALL) == sorted(set(FAMILIES) - {"deepseek_v4"})
+    assert sorted(SMALL) == sorted(set(FAMILIES) - {"deepseek_v4", "mamba2"})
 
 
 @both

@@ -108,6 +108,50 @@ def tiny_v4_model(seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+def tiny_mamba2_config(**changes: Any) -> Any:
+    """A Mamba-2 of 3 layers: 8 heads of 8 in 2 groups, states of 16, a convolution of 4 taps."""
+    from transformers import Mamba2Config
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 16,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "chunk_size": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return Mamba2Config(**{**settings, **changes})
+
+
+def tiny_mamba2_model(seed: int = 0, **changes: Any) -> Any:
+    """A random Mamba-2 in float32 that forgets slowly enough for its state to decide its answers.
+
+    Steps lie around softplus(-2), rates between 0.1 and 1 a step.
+    """
+    from transformers import Mamba2ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Mamba2ForCausalLM(tiny_mamba2_config(**changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.2)
+            if "norm" in name or name.endswith(".D"):
+                parameter.add_(1)
+            elif name.endswith("dt_bias"):
+                parameter.sub_(2)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-2.3, 0)
+            elif "conv1d" in name:
+                parameter.mul_(2)
+    return model
+
+
 def write_gguf(
     path: Path,
     model: LlamaForCausalLM,
