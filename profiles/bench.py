@@ -22,10 +22,14 @@ from capture.cli import silence_libraries
 
 from .gates import step_gates
 from .ratios import append_ratios, step_ratios
+from .recurrent_ratios import recurrent_ratios
 from .results import Gate, Ratio
 from .subjects import CONTEXT, smollm2_shape
 
 BATCHES = (1, 8, 64)
+
+RECURRENT_BATCHES = (8, 64)
+"""A batch of 1 has so little state that the nodes' own time is measured."""
 
 CONTEXTS = (4096, 65536, 1048576)
 
@@ -40,14 +44,16 @@ def main(
     output: Output = None,
     quick: Annotated[bool, typer.Option(help="Batch 8 only.")] = False,
 ) -> None:
-    """Measure R1, R1b, R3, R6, R12 and the gates on a decoder of SmolLM2-135M's shape."""
-    console = _need_gpu()
+    """Measure R1, R1b, R3, R6, R12 and the gates on a decoder of SmolLM2-135M's shape, and R7 on
+    state of Mamba-2 2.7B's."""
     if command.invoked_subcommand is not None:
         return
+    console = _need_gpu("R1, R1b, R3, R6, R7, R12 and the gates")
     started = time.perf_counter()
     model = smollm2_shape("cuda")
     ratios: list[Ratio] = list(append_ratios())
     gates: list[Gate] = []
+    ratios += recurrent_ratios(RECURRENT_BATCHES[:1] if quick else RECURRENT_BATCHES)
     for batch in (8,) if quick else BATCHES:
         ratios += step_ratios(model, batch)
         gates += step_gates(model, batch)
@@ -73,7 +79,7 @@ def dsv4(
     from .entry_ratios import entry_rooflines, entry_update_ratios, measured_ceilings
     from .entry_stack import stack_times
 
-    console = _need_gpu()
+    console = _need_gpu("R6, the rooflines and the stack of attention")
     started = time.perf_counter()
     batches, contexts = ((8,), CONTEXTS[:1]) if quick else (BATCHES, CONTEXTS)
     bandwidth, products = measured_ceilings()
@@ -103,11 +109,12 @@ def dsv4(
     _write(results, output, console)
 
 
-def _need_gpu() -> Console:
+def _need_gpu(skipped: str) -> Console:
     console = Console(width=118)
     if not torch.cuda.is_available():
         console.print(
-            "No CUDA GPU: every ratio compares with a CUDA graph's launch, so nothing was measured."
+            "No CUDA GPU: every ratio is of work in a CUDA graph, so nothing was measured. "
+            f"Skipped: {skipped}."
         )
         raise typer.Exit(0)
     silence_libraries()
