@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from capture import cli
-from tests.models.tiny import VOCAB, _byte_characters, tiny_model
+from tests.models.tiny import VOCAB, _byte_characters, tiny_mamba2_model, tiny_model
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 
@@ -156,6 +156,19 @@ def test_an_answer_ends_with_the_models_context(run: Run) -> None:
     (answer,) = json.loads(ended.out)["answers"]
     assert len(answer["tokens"]) == 64 - 52
     assert answer["finish_reason"] == "context"
+
+
+def test_a_model_without_a_longest_context(run: Run, folder: Path, tmp_path: Path) -> None:
+    """A state-space model names none: the command takes what prompts and answers need."""
+    other = tmp_path / "mamba2"
+    shutil.copytree(folder, other)
+    tiny_mamba2_model(eos_token_id=None).save_pretrained(other)
+    ended = run("generate", "--model", other, "--prompt", "hi", "--max-tokens", 70, "--json")
+    (answer,) = json.loads(ended.out)["answers"]
+    assert answer["tokens"] == answers_by_transformers(other, ["hi"], 70)[0]
+    assert (len(answer["tokens"]), answer["finish_reason"]) == (70, "length")
+    refused = run("plan", "--model", other, "--device", "cpu")
+    assert refused.code == 1 and refused.err.startswith("SchemaError: max_context is needed")
 
 
 def test_draws_are_those_of_the_seed_and_the_prompts_place(run: Run) -> None:
