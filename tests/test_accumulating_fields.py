@@ -68,6 +68,19 @@ def test_what_does_not_fit_is_refused() -> None:
         batch.write("memory", torch.zeros(1, 2, 3))
 
 
+def test_a_field_in_place_is_the_state_itself() -> None:
+    state = make_state(MEMORY, ADAPTER)
+    field = batch_of(state, [2, -1]).in_place("memory")
+    assert field.shape == (5, 2, 3) and field.data_ptr() == state.pool["memory"].data_ptr()
+    with pytest.raises(SchemaError, match="no field 'memry'; it declares adapter, memory"):
+        batch_of(state, [2]).in_place("memry")
+    wide = [2, 2, -1, -1]
+    with pytest.raises(SchemaError, match="one token a row, not 2"):
+        batch_of(state, wide, q_len=2).in_place("memory")
+    assert batch_of(state, wide, q_len=4, prefill=True).in_place("memory").shape == (5, 2, 3)
+    assert batch_of(state, wide, q_len=2).in_place("adapter").tolist() == [7] * 5
+
+
 def run_to(state: DecodeState, slot: int, length: int) -> None:
     state.absorbed(slot, state.append_tokens(slot, [1] * (length + 1)))
     state.complete_prefill(slot)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture import DecodeRuntime, Ladder
+from capture import DecodeRuntime, Ladder, verify
 from graphcache import Batch
 from graphcache.errors import RewindTooFar, SchemaError, UnsupportedModel
 from graphcache.models import load_model
@@ -120,6 +120,11 @@ def recurrent(runtime: DecodeRuntime, slot: int) -> Tensor:
     row = runtime.state.slots.row_of(slot)
     fields = [runtime.state.pool[name][row] for name in runtime.state.fields]
     return torch.cat([field.flatten().view(torch.uint8) for field in fields])
+
+
+def test_verify_finds_nothing(backend: str, model: Any) -> None:
+    report = verify(load_model(model), backend=backend)
+    assert report.findings == () and report.trials == report.asked, report
 
 
 def test_a_fork_goes_on_by_itself(backend: str, model: Any) -> None:
