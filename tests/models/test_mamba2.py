@@ -18,6 +18,7 @@ from graphcache.errors import RewindTooFar, SchemaError, UnsupportedModel
 from graphcache.models import load_model
 from graphcache.models.families import read_schemas
 from graphcache.models.mamba2 import Mamba2Decoder
+from graphcache.probes import probing
 from tests.books import audit, poison, refused
 from tests.models.tiny import VOCAB, tiny_mamba2_config, tiny_mamba2_model, tiny_model
 from tests.test_generate_equality import answers
@@ -192,19 +193,28 @@ def test_in_bfloat16_the_recurrent_state_stays_in_float32(model: Any, backend: s
         assert error < 0.05
 
 
-def test_scopes_of_a_step(model: Any, backend: str) -> None:
-    from graphcache import scopes
-    from tests.models.test_transformers_decoder import _Heard
+class Probed:
+    def __init__(self) -> None:
+        self.shapes: dict[str, torch.Size] = {}
 
-    heard = _Heard()
-    with DecodeRuntime(
-        load_model(model), max_requests=1, max_context=32, backend=backend, nvtx=False
-    ) as runtime:
+    def take(self, name: str, tensor: Tensor) -> None:
+        self.shapes[name] = tensor.shape
+
+
+def test_scopes_and_probes_of_a_step(model: Any, backend: str) -> None:
+    probed = Probed()
+    with make_runtime(model, backend) as runtime:
         slot = runtime.admit([5])
-        with scopes.listening(heard):
+        with probing(probed):
             runtime.step([slot], eager=True).tokens()
     for index in range(LAYERS):
-        assert sum(f"layer {index}/mixer" in path for path in heard.paths) == 1
+        for inner in ("output", "mixer / output"):
+            (shape,) = (
+                shape
+                for name, shape in probed.shapes.items()
+                if name.endswith(f"layer {index} / {inner}")
+            )
+            assert shape == (1, 32)
 
 
 def test_a_step_of_several_tokens_a_row_is_refused() -> None:

@@ -21,7 +21,8 @@ from tests.ops.run_cases import draw, random_runs, slots_of
 module = importlib.import_module("graphcache.ops.scan_update")
 Scan = Callable[..., Tensor]
 SLOTS = 4
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+"""Of an output, by the sum of the magnitudes that make it up."""
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
@@ -89,20 +90,19 @@ def check_requests(
         out = scan(*given, pool["state"], *weights.all(), slots, q_len)
         assert out.shape == given[0].shape and out.dtype == dtype
         x, dt, b, c = (numbers(each) for each in given)
-        expected = np.zeros(x.shape)
+        expected, summed = np.zeros(x.shape), np.zeros(x.shape)
         for row, (slot, count) in enumerate(runs):
             for t in range(row * q_len, row * q_len + count):
                 step = np.logaddexp(0, dt[t] + dt_bias)
                 fade = np.exp(-np.exp(a_log) * step)[:, None, None]
                 outer = (step[:, None] * x[t])[:, :, None] * b[t][group][:, None, :]
                 states[slot] = fade * states[slot] + outer
-                expected[t] = (states[slot] * c[t][group][:, None, :]).sum(-1) + d[:, None] * x[t]
-        tolerance = TOLERANCE[dtype] * 8
+                terms, skipped = states[slot] * c[t][group][:, None, :], d[:, None] * x[t]
+                expected[t] = terms.sum(-1) + skipped
+                summed[t] = np.abs(terms).sum(-1) + np.abs(skipped)
+        assert (np.abs(numbers(out) - expected) <= TOLERANCE[dtype] * summed).all()
         torch.testing.assert_close(
-            out.double().cpu(), torch.from_numpy(expected), atol=tolerance, rtol=tolerance
-        )
-        torch.testing.assert_close(
-            pool["state"][:-1].double().cpu(), torch.from_numpy(states), atol=1e-4, rtol=2e-6
+            pool["state"][:-1].double().cpu(), torch.from_numpy(states), atol=1e-4, rtol=2e-5
         )
         stepped = [slot for slot, count in runs if count]
         start, end = pool.byte_range("state")
@@ -142,7 +142,7 @@ def check_small_steps(scan: Scan, device: str = "cpu") -> None:
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     scan(one, nothing[None], key, key, state, nothing, nothing, bias, slots, 1)
     exact = torch.from_numpy(np.logaddexp(0, numbers(bias)))
-    torch.testing.assert_close(state.double().cpu().flatten(), exact, atol=0, rtol=3e-6)
+    torch.testing.assert_close(state.double().cpu().flatten(), exact, atol=0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 9])
