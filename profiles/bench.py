@@ -22,14 +22,11 @@ from capture.cli import silence_libraries
 
 from .gates import step_gates
 from .ratios import append_ratios, step_ratios
-from .recurrent_ratios import recurrent_ratios
+from .recurrent_ratio import recurrent_ratio
 from .results import Gate, Ratio
 from .subjects import CONTEXT, smollm2_shape
 
 BATCHES = (1, 8, 64)
-
-RECURRENT_BATCHES = (8, 64)
-"""A batch of 1 has so little state that the nodes' own time is measured."""
 
 CONTEXTS = (4096, 65536, 1048576)
 
@@ -42,7 +39,7 @@ Output = Annotated[Path | None, typer.Option(help="Write JSON here too.")]
 def main(
     command: typer.Context,
     output: Output = None,
-    quick: Annotated[bool, typer.Option(help="Batch 8 only.")] = False,
+    quick: Annotated[bool, typer.Option(help="The step at batch 8 only.")] = False,
 ) -> None:
     """Measure R1, R1b, R3, R6, R12 and the gates on a decoder of SmolLM2-135M's shape, and R7 on
     state of Mamba-2 2.7B's."""
@@ -53,7 +50,7 @@ def main(
     model = smollm2_shape("cuda")
     ratios: list[Ratio] = list(append_ratios())
     gates: list[Gate] = []
-    ratios += recurrent_ratios(RECURRENT_BATCHES[:1] if quick else RECURRENT_BATCHES)
+    ratios.append(recurrent_ratio())
     for batch in (8,) if quick else BATCHES:
         ratios += step_ratios(model, batch)
         gates += step_gates(model, batch)

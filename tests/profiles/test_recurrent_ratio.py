@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiles.recurrent_ratios import MAMBA2_2_7B, Recurrence, ScanShape, recurrent_ratios
+from profiles.recurrent_ratio import MAMBA2_2_7B, Recurrence, ScanShape, recurrent_ratio
 
 SMALL = ScanShape(heads=4, dim=6, groups=2, size=8)
 
@@ -29,5 +29,5 @@ def test_a_slot_of_mamba2_2_7b_keeps_2_5_mib_a_layer() -> None:
 
 @pytest.mark.gpu
 def test_in_place_is_faster() -> None:
-    (ratio,) = recurrent_ratios([8])
+    ratio = recurrent_ratio()
     assert ratio.name == "R7" and 0 < ratio.value < 0.8
