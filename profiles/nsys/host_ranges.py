@@ -70,11 +70,15 @@ class HostRanges:
 
 def made_in(ranges: Iterable[Range]) -> Made:
     """The bucket that was being captured, and the scopes inside; of ranges from the outermost."""
-    bucket, path = None, []
+    bucket: str | None = None
+    path: list[str] = []
     for found in ranges:
         if found.name.startswith(f"{CAPTURE} "):
-            # A graph captured by itself before has a bucket of its own; the outer one replays.
-            bucket = bucket or found.name.removeprefix(f"{CAPTURE} ")
+            if bucket is None:
+                bucket = found.name.removeprefix(f"{CAPTURE} ")
+                # What was open around the capture, a profile's window say, is no scope of the step.
+                path.clear()
+            # Else a graph captured by itself before, with a bucket of its own; the outer replays.
         else:
             path.append(found.name)
     return Made(bucket, tuple(path))

@@ -157,6 +157,16 @@ def test_ranges_of_other_domains_and_threads_are_no_scopes(export: Path) -> None
     assert found_in(attribute(read_export(process.save(export)))) == Counter(process.truth)
 
 
+def test_a_window_around_the_capture_is_no_scope(export: Path) -> None:
+    process = Process()
+    with process.range("window"):
+        graph = capture(process, "8")
+        process.launch(graph, rows=8)
+    found = attribute(read_export(process.save(export)))
+    assert found_in(found) == Counter(process.truth)
+    assert found.replays[0].bucket == "8"
+
+
 def test_a_range_still_open_at_the_end_counts(export: Path) -> None:
     process = Process()
     graph = process.graph()
