@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +21,11 @@ from rich.text import Text
 from graphcache import FinishReason, GraphCacheError
 from graphcache.errors import UnsupportedPlatform
 
+from .diff.command import diff
 from .environment import Finding, inspect_environment
 from .ladder import Ladder
 from .memory_plan import plan_memory
+from .quiet import silence_libraries
 from .report import MIB, bucket_table
 from .result import StepResult
 from .runtime import DecodeRuntime
@@ -193,6 +193,9 @@ def profile(context: typer.Context) -> None:
     command.app(context.args, prog_name="graphcache profile")
 
 
+app.command()(diff)
+
+
 def _decode(
     runtime: DecodeRuntime,
     prompts: list[list[int]],
@@ -357,12 +360,6 @@ def _finding_table(findings: list[Finding]) -> Table:
         mark = "[green]+[/]" if finding.present else "[yellow]-[/]"
         table.add_row(mark, finding.name, escape(finding.value), f"[dim]{escape(finding.note)}[/]")
     return table
-
-
-def silence_libraries() -> None:
-    """Progress and advice of the loaders is not part of the answer."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":
