@@ -88,7 +88,7 @@ def diff(
         typer.Option(
             min=0.0,
             help="Most |left - right| / |right|. Else equal bits where device and dtype are the "
-            "same, and where not 1e-4 (float32), 1e-2 (float16) or 5e-2 (bfloat16).",
+            "same, and where not 1e-4 (float32), 2e-2 (float16) or 1e-1 (bfloat16).",
         ),
     ] = None,
     save: Annotated[

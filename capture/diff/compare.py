@@ -16,8 +16,8 @@ from .run import ProbeRun
 
 __all__ = ["Comparison", "ProbeDifference", "compare"]
 
-# What rounding alone makes of a few dozen layers: some hundred units of the last place in a norm.
-TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Twice what rounding makes of SmolLM2: 5e-2 at its logits in bfloat16, float32 beside it.
+TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def compare(left: ProbeRun, right: ProbeRun, tolerance: float | None = None) -> 
         right: what it should be.
         tolerance: most |left - right| / |right| of a probe. None asks for equal bits where device
             and dtype are the same, and else for what the coarser dtype allows: 1e-4 for float32,
-            1e-2 for float16, 5e-2 for bfloat16.
+            2e-2 for float16, 1e-1 for bfloat16.
 
     Raises:
         ProbeError: when the runs took other tokens, or probed other names or shapes; for a

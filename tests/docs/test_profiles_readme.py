@@ -25,6 +25,8 @@ import profiles.bench
 import profiles.nsys.__main__
 import profiles.nsys.profile
 from capture import DecodeRuntime, SpanMap, cli
+from capture.diff import command as diff_command
+from graphcache.models._hosted import Hosted
 from tests.fixtures import make
 from tests.models.tiny import tiny_model
 from tests.profiles.test_nsys_profile import StandIn
@@ -47,6 +49,7 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = [line[2:] for block in blocks("console") for line in block.splitlines()]
+DIFFS = [command for command in COMMANDS if command.startswith("graphcache diff ")]
 PROGRAMS = {
     ("graphcache",): cli.app,
     ("python", "-m", "profiles.nsys"): profiles.nsys.__main__.app,
@@ -154,8 +157,12 @@ def test_the_commands_run_as_written(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         else:
             continue
         ran.append(command)
-    # The rest needs weights or a GPU.
-    assert len(COMMANDS) - len(ran) == 3
+    rest = [command for command in COMMANDS if command not in ran and command not in DIFFS]
+    # They need weights or a GPU.
+    assert rest == [
+        "graphcache profile", "python -m profiles.bench",
+        "python -m tests.fixtures.make tests/fixtures",
+    ]  # fmt: skip
     asked = nsys.asked()
     theirs = next(words for words in asked if "--output=steps" in words)
     ours = next(words for words in asked if any("cudaProfilerApi" in word for word in words))
@@ -165,3 +172,23 @@ def test_the_commands_run_as_written(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for written in ("node.nsys-rep", "node.sqlite", "node.json", "icicle.svg"):
         assert (Path("profile") / written).exists() and f"`{written}`" in PAGE.read_text("utf-8")
     assert Path("icicle.svg").exists() and Path("trace.json").exists()
+
+
+def test_the_runs_that_it_compares_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load, asked = graphcache.models.load_model, []
+
+    def loaded(name: str, device: str, dtype: torch.dtype | None) -> Any:
+        asked.append(name)
+        return load(tiny_model(), dtype=dtype)
+
+    monkeypatch.setattr(graphcache.models, "load_model", loaded)
+    monkeypatch.setattr(Hosted, "encode_chat", lambda self, text: [3, 5, 9])
+    monkeypatch.setattr(diff_command, "silence_libraries", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    assert len(DIFFS) == 4
+    for command in DIFFS:
+        done = CliRunner().invoke(*program_of(command))
+        assert done.exit_code == 0, (command, done)
+        told = '"agree": true' if "--json" in command else "the runs agree"
+        assert told in done.stdout
+    assert set(asked) == {"smollm2"}
