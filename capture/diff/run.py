@@ -188,7 +188,8 @@ def _reciting(script: Sequence[int], device: torch.device | str) -> Sampler:
     tokens = torch.tensor(script, dtype=torch.int32, device=device)
 
     def recite(logits: Tensor, batch: Batch) -> Tensor:
-        return tokens[(batch.positions + 1).clamp(max=len(script) - 1).long()]
+        following = tokens[(batch.positions + 1).clamp(max=len(script) - 1).long()]
+        return torch.where(batch.slots < 0, -1, following)
 
     return recite
 

@@ -22,7 +22,7 @@ from graphcache import Batch
 from graphcache.errors import InvalidRequest
 from graphcache.models import StepFunction, load_model
 from tests.capture.support import Chain
-from tests.models.tiny import tiny_model
+from tests.models.tiny import tiny_model, tiny_v4_model
 from tests.toy import BACKENDS, VOCAB, device_of
 
 both = pytest.mark.parametrize("backend", BACKENDS)
@@ -57,6 +57,19 @@ def test_replays_agree_with_eager_steps_bit_for_bit(backend: str) -> None:
     assert all(probe.relative_l2 == 0 for probe in found.probes)
     assert "agree in 10 probes of 4 steps" in found.verdict
     assert found.as_json()["agree"] is True
+
+
+@both
+def test_every_layer_of_deepseek_v4_is_seen(backend: str) -> None:
+    pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    model = load_model(tiny_v4_model().to(device_of(backend)))
+    replayed = of(model, backend, steps=12)
+    eager = of(model, backend, steps=12, eager=True, taken=replayed.taken)
+    found = compare(replayed, eager)
+    assert found.first is None and len(found.probes) == 3 * len(model.schemas) + 1
+    assert {probe.scope for probe in found.probes[:3]} == {
+        "model / layer 0 / attention", "model / layer 0 / mlp", "model / layer 0",
+    }  # fmt: skip
 
 
 @both
