@@ -1,4 +1,4 @@
-"""The command `graphcache`: generate text from captured steps, and say what this machine has."""
+"""The command `graphcache`: text from captured steps, what capturing takes, what a machine has."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ from .result import StepResult
 from .runtime import DecodeRuntime
 
 __all__ = ["app", "main", "run_app", "silence_libraries"]
+
+Model = Annotated[
+    str, typer.Option(help='"smollm2", a local transformers folder, or a .gguf file.')
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 app = typer.Typer(
     add_completion=False,
@@ -81,9 +86,7 @@ def info(
 
 @app.command()
 def generate(
-    model: Annotated[
-        str, typer.Option(help='"smollm2", a local transformers folder, or a .gguf file.')
-    ] = "smollm2",
+    model: Model = "smollm2",
     prompt: Annotated[
         list[str] | None, typer.Option(help="A user's message; may be repeated.")
     ] = None,
@@ -94,14 +97,21 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, callback=_finite, help="0 for greedy.")
     ] = 0.0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Prompt i draws with seed + i.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     max_requests: Annotated[
         int, typer.Option(min=1, help="Most prompts decoded at once; others wait.")
     ] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Answer prompts, all in one batch, from captured steps."""
+    """Answer prompts, all in one batch, from captured steps.
+
+    A prompt is a user's turn where the model's tokenizer has a chat template; without one, or with
+    --raw, it is the text that the answer goes on from.
+    """
     prompts = _read_prompts(prompt, prompts_file)
     quiet = as_json or not messages.is_terminal
     silence_libraries()
@@ -111,7 +121,8 @@ def generate(
     with messages.status("loading weights", spinner="dots"):
         decoder: Any = load_model(model, device=device)
     load_s = time.perf_counter() - started
-    ids = [decoder.encode_chat(text) for text in prompts]
+    encode = decoder.encode if raw else decoder.encode_chat
+    ids = [encode(text) for text in prompts]
     slots = min(max_requests, len(prompts))
     context = max(map(len, ids)) + max_tokens + 1
     if decoder.max_context is not None:
@@ -142,11 +153,40 @@ def generate(
         )
 
 
+@app.command("capture")
+def capture_ladder(
+    model: Model = "smollm2",
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests decoded at once.")] = 8,
+    max_context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most tokens of a request; 2048, or the model's if fewer."),
+    ] = None,
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Capture a model's ladder, powers of two up to --max-requests, and report what it took."""
+    silence_libraries()
+    from graphcache.models import load_model
+
+    with messages.status("loading weights", spinner="dots"):
+        decoder: Any = load_model(model, device=device)
+    if max_context is None:
+        max_context = min(2048, decoder.max_context)
+    with DecodeRuntime(decoder, max_requests=max_requests, max_context=max_context) as runtime:
+        report = runtime.capture(progress=not as_json and messages.is_terminal)
+    if as_json:
+        print(json.dumps({"device": str(decoder.device), **report.as_json()}, indent=2))
+        return
+    console.print(bucket_table(report))
+    console.print(
+        f"{len(report.buckets)} steps in {report.total_ms / 1e3:.2f} s on {decoder.device}; "
+        f"{report.memory_line}"
+    )
+
+
 @app.command()
 def plan(
-    model: Annotated[
-        str, typer.Option(help='"smollm2", a local transformers folder, or a .gguf file.')
-    ] = "smollm2",
+    model: Model = "smollm2",
     max_requests: Annotated[int, typer.Option(min=1, help="Requests decoded at once.")] = 64,
     max_context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a request; the model's by default.")
@@ -154,7 +194,7 @@ def plan(
     budget_mib: Annotated[
         int | None, typer.Option(min=1, help="MiB for all but the weights; what is free on a GPU.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What memory serving a model takes, and how many requests fit, before any is served."""
@@ -309,6 +349,10 @@ def _as_json(
 ) -> dict[str, Any]:
     report = runtime.report
     assert report is not None
+    told = report.as_json()
+    for bucket, cost in zip(told["buckets"], report.buckets, strict=True):
+        use = runtime.counters.buckets[cost.bucket]
+        bucket.update(replays=use.replays, padding_rows=use.padding_rows)
     return {
         "answers": [
             {"prompt": p, "text": t, "tokens": ids, "finish_reason": r.name.lower()}
@@ -316,26 +360,11 @@ def _as_json(
                 answers.prompts, answers.texts, answers.tokens, answers.reasons, strict=True
             )
         ],
-        "backend": report.backend,
         "device": str(runtime.device),
         "load_s": load_s,
         "decode_s": decode_s,
         "tokens_per_s": rate,
-        "state_bytes": report.state_bytes,
-        "weight_bytes": report.weight_bytes,
-        "capture_bytes": report.taken_bytes,
-        "buckets": [
-            {
-                "rows": cost.bucket.rows,
-                "q_len": cost.bucket.q_len,
-                "nodes": cost.nodes,
-                "capture_ms": cost.capture_ms,
-                "device_bytes": cost.device_bytes,
-                "replays": runtime.counters.buckets[cost.bucket].replays,
-                "padding_rows": runtime.counters.buckets[cost.bucket].padding_rows,
-            }
-            for cost in report.buckets
-        ],
+        **told,
     }
 
 

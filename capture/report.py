@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -83,6 +84,25 @@ class CaptureReport:
         if self.planned_bytes is None or self.estimate_error is None:
             return line
         return f"{line}, planned {self.planned_bytes / MIB:.1f} ({self.estimate_error:+.1%})"
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs, in bytes and ms."""
+        return {
+            "backend": self.backend,
+            "state_bytes": self.state_bytes,
+            "weight_bytes": self.weight_bytes,
+            "capture_bytes": self.taken_bytes,
+            "buckets": [
+                {
+                    "rows": cost.bucket.rows,
+                    "q_len": cost.bucket.q_len,
+                    "nodes": cost.nodes,
+                    "capture_ms": cost.capture_ms,
+                    "device_bytes": cost.device_bytes,
+                }
+                for cost in self.buckets
+            ],
+        }
 
     def __str__(self) -> str:
         return f"{rendered(bucket_table(self))}\n{self.memory_line}"

@@ -12,6 +12,7 @@ from ..batch import Batch
 from ..errors import UnsupportedModel
 from ..layout import LayerSchema
 from ..pool import Field
+from .packages import need_packages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,16 +62,30 @@ class Hosted(ABC):
         return ids
 
     def encode_chat(self, text: str) -> list[int]:
-        """Ids of a user's turn with the opening of the answer; `encode` without a chat template."""
+        """Ids of a user's turn with the opening of the answer; `encode` without a chat template.
+
+        Raises:
+            UnsupportedModel: when there is no tokenizer, or its template refuses the turn.
+            UnsupportedPlatform: when the package that renders templates is missing.
+        """
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             return self.encode(text)
-        ids: list[int] = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        need_packages("jinja2")
+        from jinja2 import TemplateError
+
+        try:
+            ids: list[int] = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        except TemplateError as error:
+            raise UnsupportedModel(
+                f"the tokenizer's chat template can't be applied to a user's turn ({error}); "
+                "give the text as it is, by encode() or --raw"
+            ) from error
         return ids
 
     def decode_text(self, ids: list[int]) -> str:
@@ -82,7 +97,10 @@ class Hosted(ABC):
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise UnsupportedModel("this model came without a tokenizer; work with token ids")
+            raise UnsupportedModel(
+                "this model came without a tokenizer, so there is no text for it: work with token "
+                "ids, or put its tokenizer.json beside the weights"
+            )
         return self.tokenizer
 
 

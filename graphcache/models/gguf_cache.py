@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModel, WeightsError
-from .weights import check_gguf, need_packages
+from .packages import need_packages
+from .weights import check_gguf
 
 __all__ = ["cache_root", "converted"]
 

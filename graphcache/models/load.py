@@ -14,7 +14,8 @@ import torch
 from ..errors import UnsupportedModel, UnsupportedPlatform, WeightsError
 from ._hosted import Hosted
 from .families import FAMILIES, check_device, family_of, read_schemas
-from .weights import check_folder, need_packages
+from .packages import need_packages
+from .weights import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

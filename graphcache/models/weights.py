@@ -1,28 +1,18 @@
-"""What of a model's files can be told before memory is taken for them, and by which packages."""
+"""What of a model's files can be told before memory is taken for them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedModel, UnsupportedPlatform, WeightsError
+from ..errors import UnsupportedModel, WeightsError
 from .families import FAMILIES
 
-__all__ = ["check_folder", "check_gguf", "need_packages"]
+__all__ = ["check_folder", "check_gguf"]
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 INDEX = "model.safetensors.index.json"
-
-
-def need_packages(*names: str) -> None:
-    """Raise UnsupportedPlatform, with the command that helps, unless all packages are installed."""
-    lacking = [name for name in names if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise UnsupportedPlatform(
-            f"loading this needs {', '.join(lacking)}: pip install 'graphcache-runtime[models]'"
-        )
 
 
 def check_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from capture import cli
-from tests.models.tiny import VOCAB, _byte_characters, tiny_mamba2_model, tiny_model
+from tests.models.small_families import small_model
+from tests.models.tiny import (
+    VOCAB,
+    _byte_characters,
+    tiny_mamba2_model,
+    tiny_model,
+    tiny_v4_model,
+    write_gguf,
+)
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 
@@ -58,12 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> Iterator[Run]:
-    """Calls the command as the shell does; `generate` with the tiny model on the CPU."""
+    """Calls the command as the shell does; with the tiny model on the CPU unless told others."""
     level = logging.getLogger("transformers").level
 
     def call(*arguments: Any) -> Ended:
         given = [str(argument) for argument in arguments]
-        if given[:1] == ["generate"]:
+        if given[:1] in (["generate"], ["capture"]):
             for name, value in (("--model", str(folder)), ("--device", "cpu")):
                 given += [] if name in given else [name, value]
         monkeypatch.setattr(sys, "argv", ["graphcache", *given])
@@ -221,6 +230,81 @@ def test_prompts_from_a_file_come_after_those_given(run: Run, tmp_path: Path) ->
     assert [answer["prompt"] for answer in found["answers"]] == ["a", "ho", "hi hi "]
 
 
+# --- templates ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder_with(folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the tiny model whose tokenizer has another chat template, or none."""
+
+    def make(template: str | None) -> Path:
+        other = tmp_path / "other"
+        shutil.copytree(folder, other)
+        tokenizer = AutoTokenizer.from_pretrained(other)
+        (other / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(other)
+        return other
+
+    return make
+
+
+def first_tokens(folder: Path, ids: list[int], count: int) -> list[int]:
+    """What transformers' own loop goes on with after `ids`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)
+    answer: list[int] = whole[0, len(ids) :].tolist()
+    return answer
+
+
+def test_raw_prompts_go_without_the_template(run: Run, folder: Path) -> None:
+    plain = AutoTokenizer.from_pretrained(folder).encode("ho hi")
+    settings = ["--prompt", "ho hi", "--max-tokens", 9, "--json"]
+    (answer,) = json.loads(run("generate", *settings, "--raw").out)["answers"]
+    assert answer["tokens"] == first_tokens(folder, plain, 9)
+    (chat,) = json.loads(run("generate", *settings).out)["answers"]
+    assert chat["tokens"] == answers_by_transformers(folder, ["ho hi"], 9)[0] != answer["tokens"]
+
+
+@pytest.mark.parametrize("options", [[], ["--raw"]])
+def test_without_a_template_prompts_are_raw(
+    run: Run, folder_with: Callable[..., Path], options: list[str]
+) -> None:
+    other = folder_with(None)
+    plain = AutoTokenizer.from_pretrained(other).encode("ho hi")
+    settings = ["--model", other, "--prompt", "ho hi", "--max-tokens", 9, "--json"]
+    (answer,) = json.loads(run("generate", *settings, *options).out)["answers"]
+    assert answer["tokens"] == first_tokens(other, plain, 9)
+
+
+def test_a_template_that_refuses_a_turn(run: Run, folder_with: Callable[..., Path]) -> None:
+    other = folder_with("{{ raise_exception('only systems may speak') }}")
+    ended = run("generate", "--model", other, "--prompt", "hi")
+    assert ended.code == 1 and ended.out == "" and ended.err.count("\n") == 1
+    assert "UnsupportedModel" in ended.err and "only systems may speak" in ended.err
+    assert "--raw" in ended.err
+    assert run("generate", "--model", other, "--prompt", "hi", "--max-tokens", 2, "--raw").code == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v4", "gpt_neox"])
+def test_a_folder_without_a_tokenizer(run: Run, tmp_path: Path, family: str) -> None:
+    model = tiny_v4_model() if family == "deepseek_v4" else small_model(family)
+    model.save_pretrained(tmp_path / "ids")
+    for options in ([], ["--raw"]):
+        ended = run("generate", "--model", tmp_path / "ids", "--prompt", "hi", *options)
+        assert ended.code == 1 and ended.out == "" and ended.err.count("\n") == 1
+        assert ended.err.startswith("UnsupportedModel: this model came without a tokenizer")
+
+
+def test_any_family_with_a_tokenizer_answers(run: Run, folder: Path, tmp_path: Path) -> None:
+    model = small_model("gemma2")
+    model.save_pretrained(tmp_path / "gemma")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "gemma")
+    settings = ["--model", tmp_path / "gemma", "--prompt", "hi ho", "--max-tokens", 12, "--json"]
+    (answer,) = json.loads(run("generate", *settings).out)["answers"]
+    assert answer["tokens"] == answers_by_transformers(tmp_path / "gemma", ["hi ho"], 12)[0]
+
+
 # --- what is wrong --------------------------------------------------------------------------------
 
 
@@ -297,6 +381,68 @@ def test_an_interrupt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run("generate", "--prompt", "x")
     assert ended.code == 130
     assert "Traceback" not in ended.err
+
+
+# --- capture --------------------------------------------------------------------------------------
+
+
+def test_a_ladder_is_captured_and_reported(run: Run, folder: Path) -> None:
+    options = ["--max-requests", 6, "--max-context", 32]
+    ended = run("capture", *options, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    found = json.loads(ended.out)
+    assert set(found) == {
+        "backend", "device", "state_bytes", "weight_bytes", "capture_bytes", "buckets",
+    }  # fmt: skip
+    assert (found["backend"], found["device"]) == ("tape", "cpu")
+    assert sorted(bucket["rows"] for bucket in found["buckets"]) == [1, 2, 4, 6]
+    assert all(bucket["nodes"] > 50 and bucket["capture_ms"] > 0 for bucket in found["buckets"])
+    planned = json.loads(run("plan", "--model", folder, "--device", "cpu", *options, "--json").out)
+    assert found["state_bytes"] == planned["slots_bytes"] + planned["blocks_bytes"]
+    shown = run("capture", *options)
+    assert shown.code == 0 and "captured steps (tape)" in shown.out
+    assert "4 steps in" in shown.out and "on cpu; weights" in shown.out
+    for bucket in found["buckets"]:
+        assert re.search(rf"\b{bucket['rows']}\b.*\b{bucket['nodes']}\b", shown.out)
+
+
+def test_a_context_not_asked_for_is_the_models(run: Run) -> None:
+    told = [
+        json.loads(run("capture", "--max-requests", 1, *options, "--json").out)["state_bytes"]
+        for options in ([], ["--max-context", 64], ["--max-context", 8])
+    ]
+    assert told[0] == told[1] > told[2]
+
+
+@pytest.mark.parametrize("kind", ["gguf", "deepseek_v4", "gpt_oss"])
+def test_a_ladder_of_whatever_can_be_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("GRAPHCACHE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / ("model.gguf" if kind == "gguf" else "model")
+    if kind == "gguf":
+        write_gguf(path, tiny_model())
+    else:
+        model = tiny_v4_model() if kind == "deepseek_v4" else small_model(kind)
+        model.save_pretrained(path)
+    ended = run("capture", "--model", path, "--max-requests", 2, "--max-context", 60, "--json")
+    assert ended.code == 0, ended.err
+    assert [bucket["rows"] for bucket in json.loads(ended.out)["buckets"]] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--max-requests", "0"], 2, "--max-requests"),
+        (["--max-context", "1"], 2, "--max-context"),
+        (["--max-context", "1000"], 1, "SchemaError: max_context=1000 is beyond"),
+        (["--model", "nowhere"], 1, "WeightsError: 'nowhere' is not a model"),
+        (["--device", "toaster"], 1, "UnsupportedPlatform: no device 'toaster'"),
+    ],
+)
+def test_a_ladder_that_can_not_be(run: Run, options: list[str], code: int, says: str) -> None:
+    ended = run("capture", *options, "--json")
+    assert ended.code == code and ended.out == "" and says in ended.err
 
 
 # --- plan -----------------------------------------------------------------------------------------
