@@ -5,8 +5,9 @@ each arena, which belong to nobody, are as they were. Finite: the logits of slot
 numbers. And every so many steps: foreign, whatever belongs to slots outside the batch is as it was,
 and shadow, the step's Python run eagerly on the same state gives the same bits.
 
-Each step is waited for, unless addresses alone are checked: what goes wrong is named in the step
-where it did. Without debug mode none of this exists: a step asks once whether it is on.
+A step that is looked at is waited for, so that what goes wrong is named in the step where it did.
+With neither guards nor finite only steps with a shadow are: the others are submitted as ever.
+Without debug mode none of this exists: a step asks once whether it is on.
 """
 
 from __future__ import annotations
@@ -140,24 +141,28 @@ class DebugWatch:
             slots: handles.
             eager: it will be an eager step itself, so there is nothing to compare.
         """
-        rows = [self._state.slots.row_of(slot) for slot in slots]
         every = self._options.shadow_every
         due = bool(every) and self._steps % every == 0
         self._steps += 1
+        self._expected = None
+        if not (due or self._options.finite):
+            return
+        rows = [self._state.slots.row_of(slot) for slot in slots]
         with self._backend.context(), torch.no_grad():
             on_device = torch.tensor(rows, device=self._state.device)
             self._ran = self._state.done[on_device] == 0
-            self._expected = self._shadow.run(step, number, rows, eager=eager) if due else None
+            if due:
+                self._expected = self._shadow.run(step, number, rows, eager=eager)
 
     def after(self, result: StepResult) -> None:
-        """When a step was submitted: wait for it, if there is something to look at, and look.
+        """When a step was submitted: wait for it, if it is to be looked at, and look.
 
         Raises:
             DebugFault: the step's tokens have been read, and later steps can be asked for.
             DeviceLost: when the device has failed.
         """
         options = self._options
-        if not (options.guards or options.finite or options.shadow_every):
+        if not (options.guards or options.finite or self._expected is not None):
             return
         result.tokens()
         with self._backend.context(), torch.no_grad():

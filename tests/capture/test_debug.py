@@ -453,6 +453,23 @@ def test_addresses_alone_wait_for_no_step() -> None:
         assert runtime.debug is not None and runtime.debug.checks == {"addresses": 2}
 
 
+@both
+def test_shadows_alone_wait_for_their_own_steps_only(backend: str) -> None:
+    options = DebugOptions(addresses=False, guards=False, finite=False, shadow_every=3)
+    with captured(toy_runtime(backend, debug=options)) as runtime:
+        slot = runtime.admit([2])
+        results = [runtime.step([slot]) for _ in range(3)]
+        assert [result.is_read for result in results] == [True, False, False]
+        tokens = [result.tokens()[0] for result in results[:2]]
+        # The next shadow runs while the step before it is unread, which keeps its tokens.
+        results.append(runtime.step([slot]))
+        assert results[3].is_read and not results[2].is_read
+        tokens += [result.tokens()[0] for result in results[2:]]
+        assert runtime.debug is not None and runtime.debug.checks["shadow"] == 2
+    with captured(toy_runtime(backend, debug=False)) as plain:
+        assert decode(plain, plain.admit([2]), 4) == tokens
+
+
 def calls_of(run: Callable[[], Any]) -> list[str]:
     """Every function that is called, of Python and of C, with its file."""
     calls: list[str] = []
