@@ -1,0 +1,54 @@
+"""This library, measured as its peers are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from capture import DecodeRuntime, Ladder
+from capture.result import StepResult
+
+from .peer import SteppedPeer
+
+__all__ = ["Ours"]
+
+
+class Ours(SteppedPeer):
+    """A runtime of one bucket."""
+
+    name = "graphcache"
+    host = "compares a list, launches, polls"
+    ahead = 1
+
+    def prepare(self, prompts: Sequence[Sequence[int]], steps: int) -> None:
+        self._start = len(prompts[0]) - 1
+        self._unread: deque[StepResult] = deque()
+        self._runtime = DecodeRuntime(
+            self.hosted,
+            max_requests=len(prompts),
+            max_context=len(prompts[0]) + steps + 1,
+            ladder=Ladder([len(prompts)]),
+            keep_logits=True,
+        )
+        self._runtime.capture(progress=False)
+        self._slots = [self._runtime.admit(prompt) for prompt in prompts]
+
+    def rewind(self) -> None:
+        for slot in self._slots:
+            if self._runtime.length_of(slot) > self._start:
+                self._runtime.rewind(slot, self._start)
+
+    def step(self) -> None:
+        self._latest = self._runtime.step(self._slots)
+        self._unread.append(self._latest)
+
+    def tokens(self) -> list[int]:
+        return self._unread.popleft().tokens()
+
+    def logits(self) -> Tensor:
+        return self._latest.logits
+
+    def close(self) -> None:
+        self._runtime.close()
