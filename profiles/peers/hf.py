@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,7 @@ class _Stamps:
 
 
 def _periods(stamps: Sequence[int]) -> list[int]:
-    return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(stamps)]
 
 
 class Generate(Peer):
@@ -140,4 +141,4 @@ class ContinuousBatching(Peer):
 
 
 def _seconds(stamps: Sequence[float]) -> list[float]:
-    return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(stamps)]

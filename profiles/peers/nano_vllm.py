@@ -124,7 +124,8 @@ class NanoVllm(SteppedPeer):
         return tokens
 
     def logits(self) -> Tensor:
-        return self._logits
+        logits: Tensor = self._logits
+        return logits
 
     def close(self) -> None:
         self._decoder = self._replay = self._hidden = None  # type: ignore[assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -86,10 +86,8 @@ class GraphedCallables(_StaticPeer):
     def _made(self, step: Step) -> Step:
         if self.device.type != "cuda":
             return step
-        made: Step = torch.cuda.make_graphed_callables(
-            step, (self._tokens.clone(), self._position.clone())
-        )
-        return made
+        example = (self._tokens.clone(), self._position.clone())
+        return cast("Step", torch.cuda.make_graphed_callables(step, example))
 
 
 class GptFast(_StaticPeer):
