@@ -11,7 +11,7 @@ from ..ladder import Bucket, Ladder
 from ..report import CaptureReport
 from ..source import line_of_error
 from .case import Case, Request
-from .compare import changed
+from .compare import changed, differing
 from .fill import fill
 from .hazards import hazard_of
 from .report import Finding
@@ -19,7 +19,14 @@ from .stage import Stage
 from .threads import Busy
 from .witness import BoundState
 
-__all__ = ["capture_alone", "capture_beside_others", "held_outputs", "ladder_gap", "refused"]
+__all__ = [
+    "capture_alone",
+    "capture_beside_others",
+    "held_outputs",
+    "ladder_gap",
+    "refused",
+    "replay_beside_others",
+]
 
 TOLERATED_BYTES = 4096
 
@@ -56,6 +63,22 @@ def capture_beside_others(stage: Stage, alone: CaptureReport) -> list[Finding]:
         said = f"captures of {nodes[0]} operations became {nodes[1]} beside a busy thread"
         return [_finding("other-thread", None, said)]
     return []
+
+
+def replay_beside_others(stage: Stage, case: Case) -> Finding | None:
+    """Whether replays are others while another thread uses the device."""
+    scene = stage.scene(case)
+    alone = stage.run(scene)
+    stage.restore(scene.before)
+    with Busy(stage.runtime.device):
+        beside = stage.run(scene)
+    found = differing(case, beside, alone, ("beside a busy thread, the replay", "alone, it"))
+    if found is None:
+        return None
+    return Finding(
+        "other-thread", found.where, found.detail, case.in_words(stage.ladder),
+        tensor=found.tensor, slot=found.slot, row=found.row,
+    )  # fmt: skip
 
 
 def refused(error: CaptureError) -> Finding:

@@ -12,6 +12,7 @@ import torch
 from .case import Case
 from .compare import Difference, differing, differing_state
 from .fill import fill
+from .replays import late_tokens_differ
 from .report import Finding
 from .stage import Outcome, Scene, Stage
 from .threads import OtherThreads
@@ -50,6 +51,9 @@ def explained(stage: Stage, case: Case, found: Difference) -> Finding:
             return _finding(stage, "not-repeatable", case, found, None, "")
         parting = by_itself
     if parting is None:
+        held = late_tokens_differ(stage, scene) if found.tensor != "logits" else None
+        if held is not None:
+            return _finding(stage, "held-output", case, held, None, "")
         return _finding(stage, "replay-differs", case, found, None, "")
     return _finding(stage, FROZEN[parting.why], case, found, parting, "")
 

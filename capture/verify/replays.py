@@ -11,23 +11,44 @@ from .fill import Area, fill
 from .report import Finding
 from .stage import Scene, Stage
 
-__all__ = ["foreign_write", "name_of_write", "poison_reached", "replay_differs", "with_poison"]
+__all__ = [
+    "foreign_write",
+    "late_tokens_differ",
+    "name_of_write",
+    "poison_reached",
+    "replay_differs",
+    "with_poison",
+]
 
 NAMES = ("the replay", "the step")
 
 
 def replay_differs(stage: Stage, scene: Scene) -> Difference | None:
-    """Whether replays and eager steps at the same buckets, from the same state, part."""
+    """Whether replays and eager steps at the same buckets, from the same state, part.
+
+    Replays' tokens are read a step late: that they are held must not matter.
+    """
     case = scene.case
     stage.restore(scene.before)
     fill(stage.state, case, ())
     replayed = stage.run(scene)
     stage.restore(scene.before)
     fill(stage.state, case, ())
-    eager = stage.run(scene, eager=True)
+    eager = stage.run(scene, eager=True, late=False)
     return differing(case, replayed, eager, NAMES) or differing_state(
         stage.state, replayed, eager, NAMES
     )
+
+
+def late_tokens_differ(stage: Stage, scene: Scene) -> Difference | None:
+    """Whether tokens of replays are others when they are read a step late."""
+    outcomes = []
+    for late in (True, False):
+        stage.restore(scene.before)
+        fill(stage.state, scene.case, ())
+        outcomes.append(stage.run(scene, late=late))
+    one, other = outcomes
+    return differing(scene.case, one, other, ("read a step late, the replay", "at once, it"))
 
 
 def foreign_write(stage: Stage, scene: Scene) -> Difference | None:

@@ -55,7 +55,7 @@ class VerifyReport:
         backend: "cuda_graph" or "tape".
         findings: in the order of the checks; at most one of each hazard.
         trials: random cases run, of those asked for.
-        asked: trials asked for.
+        asked: trials asked for, or as many as there are buckets.
         seed: of the cases.
         seconds: that it took.
         left_changed: tensors outside the state that could not be put back as they were.

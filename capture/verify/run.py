@@ -14,7 +14,15 @@ from graphcache.errors import InvalidRequest
 
 from ..errors import CaptureError, DeviceLost, PointerMoved
 from ..source import line_of_error
-from .capturing import capture_alone, capture_beside_others, held_outputs, ladder_gap, refused
+from .allocations import allocations
+from .capturing import (
+    capture_alone,
+    capture_beside_others,
+    held_outputs,
+    ladder_gap,
+    refused,
+    replay_beside_others,
+)
 from .case import Case
 from .compare import Difference
 from .culprit import line_of_write
@@ -60,7 +68,7 @@ def verify(
 
     Args:
         step_or_runtime: a model, as `DecodeRuntime` takes it, or a runtime of one.
-        trials: random cases.
+        trials: random cases; at least one for each bucket is run, whatever is asked for.
         seed: of the cases.
         backend: "auto", "cuda_graph" or "tape", for a model.
         fields: values for the model's fields, which requests are admitted with in turn.
@@ -92,7 +100,7 @@ def verify(
         backend=run.backend,
         findings=tuple(run.findings.values()),
         trials=run.trials_run,
-        asked=trials,
+        asked=run.trials,
         seed=seed,
         seconds=time.perf_counter() - started,
         left_changed=tuple(run.left_changed),
@@ -122,10 +130,10 @@ class _Run:
         self.trials_run = 0
         self.left_changed: list[str] = []
         self._subject = subject
-        self._trials = trials
         self._seed = seed
         self._without = frozenset(without)
         stage = Stage(subject.model, subject.options, fields, subject.forbidden())
+        self.trials = max(trials, len(stage.ladder.buckets))
         self.backend = stage.runtime._backend.name
         self._stage: Stage | None = stage
 
@@ -179,14 +187,16 @@ class _Run:
         self._add(held_outputs(stage))
         generator = Generator(stage.state, stage.ladder, self._seed)
         self._run_trials(stage, generator)
-        if self.trials_run == self._trials:
+        if self.trials_run == self.trials:
             # Where trials fail, all that follows would fail for the same reason.
-            count = 2 + self._trials // TRIALS_A_LIFE
+            self._add(replay_beside_others(stage, generator.case()))
+            count = 2 + self.trials // TRIALS_A_LIFE
             self._add(lives(stage, generator.some_lengths(count), pristine))
             self._add(draws(stage))
+            self._add(allocations(stage))
 
     def _run_trials(self, stage: Stage, generator: Generator) -> None:
-        for _ in range(self._trials):
+        for _ in range(self.trials):
             scene = stage.scene(generator.case())
             failed = any(self._fails(stage, scene, *check) for check in _CHECKS)
             if failed:

@@ -182,15 +182,21 @@ class Stage:
 
     # --- running ---------------------------------------------------------------------------------
 
-    def run(self, scene: Scene, *, eager: bool = False) -> Outcome:
-        """Run a case's steps from here, tokens read one step late."""
+    def run(self, scene: Scene, *, eager: bool = False, late: bool = True) -> Outcome:
+        """Run a case's steps from here.
+
+        Args:
+            scene: whose case.
+            eager: the step's Python instead of its captures.
+            late: read tokens a step late, as servers do, and not at once.
+        """
         results, logits = [], []
         for step in range(len(scene.case.batches)):
             result = self.step(scene, step, eager=eager)
             logits.append(result.logits.clone())
             results.append(result)
-            if step:
-                results[step - 1].tokens()
+            if step or not late:
+                results[step - late].tokens()
         return Outcome(
             [result.tokens() for result in results],
             [[int(reason) for reason in result.reasons] for result in results],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -38,6 +39,20 @@ def a_counter_in_python(device: torch.device, patch: Patch) -> Made:
     def step(batch: Batch) -> Tensor:
         calls[0] += 1
         return toy(batch) * float(calls[0])
+
+    return served(toy, step), {}
+
+
+@fault("frozen-value", 13, line="logits * float(calls[0])")
+def a_counter_in_one_bucket(device: torch.device, patch: Patch) -> Made:
+    """Only the largest bucket scales its logits by how often the step has run."""
+    toy = ToyDecoder(device=device)
+    calls = [0]
+
+    def step(batch: Batch) -> Tensor:
+        calls[0] += 1
+        logits = toy(batch)
+        return logits * float(calls[0]) if batch.rows == 4 else logits
 
     return served(toy, step), {}
 
@@ -177,6 +192,73 @@ def the_last_logits_kept(device: torch.device, patch: Patch) -> Made:
     return served(toy, step), {}
 
 
+@fault("held-output", 16)
+def tokens_in_one_place(device: torch.device, patch: Patch) -> Made:
+    """The ring through which tokens come back has one place: the next step's overwrite them."""
+    patch.setattr("capture.mailbox.DEPTH", 1)
+    return served(ToyDecoder(device=device)), {}
+
+
+@fault("replay-differs", 13, backends=("tape",))
+def a_bias_written_by_numpy(device: torch.device, patch: Patch) -> Made:
+    """Python writes into memory that operations read: each run of the step, and no replay."""
+    toy = ToyDecoder(device=device)
+    bias = torch.zeros(4, 1)
+    memory = bias.numpy()
+
+    def step(batch: Batch) -> Tensor:
+        memory[: batch.rows, 0] = (words_of(batch.slots) + 1) * 0.25
+        logits = toy(batch) + bias[: batch.rows]
+        memory[:] = 0.0
+        return logits
+
+    def words_of(slots: Tensor) -> np.ndarray:
+        import ctypes
+
+        memory = (ctypes.c_int32 * len(slots)).from_address(slots.data_ptr())
+        return np.frombuffer(memory, dtype=np.int32)
+
+    return served(toy, step), {}
+
+
+@fault("replay-differs", 13, backends=("cuda_graph",))
+def a_number_inside_an_operation(device: torch.device, patch: Patch) -> Made:
+    """What an operation does depends on a number of Python's that no argument shows."""
+    toy = ToyDecoder(device=device)
+    absorbed = [0]
+
+    @torch.library.custom_op("zoo::plus_absorbed", mutates_args=())
+    def plus_absorbed(logits: Tensor) -> Tensor:
+        return logits + float(absorbed[0])
+
+    def chunk(batch: Batch) -> None:
+        absorbed[0] += 1
+        toy(batch)
+
+    def step(batch: Batch) -> Tensor:
+        logits: Tensor = plus_absorbed(toy(batch))
+        return logits
+
+    return StepFunction(step, VOCAB, schemas=toy.schemas, device=device, chunk=chunk), {}
+
+
+@fault("not-repeatable", 17)
+def an_operation_with_a_clock(device: torch.device, patch: Patch) -> Made:
+    """An operation adds another number each time that it runs, from state of its own."""
+    toy = ToyDecoder(device=device)
+    ticks = itertools.count()
+
+    @torch.library.custom_op("zoo::plus_ticks", mutates_args=())
+    def plus_ticks(logits: Tensor) -> Tensor:
+        return logits + float(next(ticks))
+
+    def step(batch: Batch) -> Tensor:
+        logits: Tensor = plus_ticks(toy(batch))
+        return logits
+
+    return served(toy, step), {}
+
+
 @fault("frozen-random", 17, line="random.random()")
 def pythons_random_numbers(device: torch.device, patch: Patch) -> Made:
     """Noise from Python's generator: one number, replayed for ever."""
@@ -266,7 +348,7 @@ def seeded_by_the_row(device: torch.device, patch: Patch) -> Made:
     return served(toy), {"sampler": sampler}
 
 
-@fault("size-depends-on-data", 7, line="nonzero()")
+@fault("size-depends-on-data", 13, line="nonzero()")
 def rows_that_run_by_nonzero(device: torch.device, patch: Patch) -> Made:
     """Only the rows that run are worked on; how many, capture decides."""
     toy = ToyDecoder(device=device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphcache import Batch, DecodeState, Field
+from graphcache import Batch, Checkpoint, DecodeState, Field
 from graphcache.models import StepFunction
 from tests.toy import VOCAB, ToyDecoder
 from tests.zoo.planted import Patch, fault, scratched, served
@@ -58,6 +58,51 @@ def read_before_it_is_overwritten(device: torch.device, patch: Patch) -> Made:
     return served(toy, step), {}
 
 
+@fault("reads-past-length", 7)
+def the_next_row_at_a_blocks_end(device: torch.device, patch: Patch) -> Made:
+    """Where a token begins a block, the row after its own is read, which nothing has written."""
+    toy = ToyDecoder((None,), device)
+
+    def step(batch: Batch) -> Tensor:
+        store, at = batch.state.blocks, batch.positions.long()
+        block = store.table[scratched(batch), at // store.block_tokens].long()
+        after = store.pool["layer0.k"][block, 0, 1].sum(1, keepdim=True)
+        begins = ((at > 0) & (at % store.block_tokens == 0))[:, None]
+        return toy(batch) + torch.where(begins, after, 0.0) * 1e-3
+
+    return served(toy, step), {}
+
+
+@fault("reads-past-length", 7)
+def the_second_share_of_a_context(device: torch.device, patch: Patch) -> Made:
+    """From 128 keys on attention is shared, and the last share reads one row too many."""
+    toy = ToyDecoder((None,), device)
+
+    def step(batch: Batch) -> Tensor:
+        store, at = batch.state.blocks, batch.positions.long()
+        block = store.table[scratched(batch), at // store.block_tokens].long()
+        within = at % store.block_tokens
+        last = store.block_tokens - 1
+        after = store.pool["layer0.k"][block, 0, (within + 1).clamp(max=last)]
+        shared = ((at >= 128) & (within < last))[:, None]
+        return toy(batch) + torch.where(shared, after.sum(1, keepdim=True), 0.0) * 1e-3
+
+    return served(toy, step), {"max_context": 160}
+
+
+@fault("reads-foreign-slot", 13)
+def rows_taken_for_slots(device: torch.device, patch: Patch) -> Made:
+    """The number of a row in the batch is used as if it were its slot's."""
+    toy = ToyDecoder(device=device)
+
+    def step(batch: Batch) -> Tensor:
+        keys = batch.state.pool["layer1.k"][: batch.rows, 0, 0]
+        mine = torch.where(batch.slots[:, None] < 0, 0.0, keys)
+        return toy(batch) + 1e-3 * mine.sum(1, keepdim=True)
+
+    return served(toy, step), {}
+
+
 @fault("reads-foreign-slot", 4)
 def a_neighbours_keys(device: torch.device, patch: Patch) -> Made:
     """Each row looks at the slot after its own."""
@@ -83,7 +128,7 @@ def rows_normed_together(device: torch.device, patch: Patch) -> Made:
     return served(toy, step), {}
 
 
-@fault("depends-on-slot", 9)
+@fault("depends-on-slot", 13)
 def a_bias_by_slots_number(device: torch.device, patch: Patch) -> Made:
     """The slot's number enters the logits."""
     toy = ToyDecoder(device=device)
@@ -156,6 +201,20 @@ def a_fork_that_forgets(device: torch.device, patch: Patch) -> Made:
             self.pool[name][slot_out.long()] = self.pool[name][slot_in.long()]
 
     patch.setattr(DecodeState, "_copy_rows", copy_rows)
+    return served(ToyDecoder(device=device)), {}
+
+
+@fault("partial-fork", 10)
+def a_checkpoint_that_forgets(device: torch.device, patch: Patch) -> Made:
+    """The library's restored requests have none of their rings."""
+    restore = DecodeState.restore
+
+    def restored(self: DecodeState, checkpoint: Checkpoint) -> int:
+        handle = restore(self, checkpoint)
+        self.pool["layer1.k"][self.slots.row_of(handle)] = 0.0
+        return handle
+
+    patch.setattr(DecodeState, "restore", restored)
     return served(ToyDecoder(device=device)), {}
 
 

@@ -8,13 +8,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from capture import DecodeRuntime, Ladder
 from capture.ladder import Bucket, Refusal
 from capture.runtime import DecodeRuntime as Runtime
-from graphcache import Batch
+from capture.tape import TapeStep
+from graphcache import Batch, DecodeState
+from graphcache.ops._triton import jit, tl
 from tests.toy import ToyDecoder
 from tests.zoo.planted import Patch, fault, served
 
@@ -106,6 +109,37 @@ def a_capture_that_minds_others(device: torch.device, patch: Patch) -> Made:
 
     patch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
     return served(ToyDecoder(device=device)), {}
+
+
+@fault("other-thread", 18)
+def another_way_in_company(device: torch.device, patch: Patch) -> Made:
+    """The step does something else while there are threads that were not there before."""
+    toy = ToyDecoder(device=device)
+    known = set(threading.enumerate())
+
+    def step(batch: Batch) -> Tensor:
+        logits = toy(batch)
+        return logits if known.issuperset(threading.enumerate()) else logits + 0.0
+
+    return served(toy, step), {}
+
+
+@fault("other-thread", 18, backends=("tape",))
+def an_operation_that_shares(device: torch.device, patch: Patch) -> Made:
+    """An operation is less exact while there are threads to share processors with."""
+    toy = ToyDecoder(device=device)
+    known = set(threading.enumerate())
+
+    @torch.library.custom_op("zoo::shared", mutates_args=())
+    def shared(logits: Tensor) -> Tensor:
+        alone = known.issuperset(threading.enumerate())
+        return logits.clone() if alone else logits.bfloat16().float()
+
+    def step(batch: Batch) -> Tensor:
+        logits: Tensor = shared(toy(batch))
+        return logits
+
+    return served(toy, step), {}
 
 
 @fault("finalizer-in-capture", 19, line="gc.collect(0)")
@@ -211,16 +245,79 @@ def a_batch_kept_for_ever(device: torch.device, patch: Patch) -> Made:
 
 
 @fault("memory-misjudged", 23)
-def captures_that_cost_nothing(device: torch.device, patch: Patch) -> Made:
-    """State is reported at half its size."""
-    from graphcache import DecodeState
-
+def state_at_half_its_size(device: torch.device, patch: Patch) -> Made:
+    """The library reports half of what the state takes."""
     bytes_of = DecodeState.memory_bytes
     patch.setattr(DecodeState, "memory_bytes", lambda self: bytes_of(self) // 2)
     return served(ToyDecoder(device=device)), {}
 
 
-@fault("bound-state", 10, line="runtimes[0].state")
+@fault("memory-misjudged", 23, backends=("tape",))
+def captures_that_cost_nothing(device: torch.device, patch: Patch) -> Made:
+    """The library reports no memory for what captures make."""
+    make = TapeStep.__init__
+
+    def made_of_nothing(self: TapeStep, *args: Any) -> None:
+        make(self, *args)
+        self.device_bytes = 0
+
+    patch.setattr(TapeStep, "__init__", made_of_nothing)
+    return served(ToyDecoder(device=device)), {}
+
+
+@fault("allocates-in-replay", 23)
+def a_tensor_kept_by_each_replay(device: torch.device, patch: Patch) -> Made:
+    """The library keeps a tensor for every step that it submits."""
+    kept: list[Tensor] = []
+    submit = Runtime._submit
+
+    def submitted(self: Runtime, number: int, eager: bool) -> Any:
+        kept.append(torch.zeros(8, device=device))
+        return submit(self, number, eager)
+
+    patch.setattr(Runtime, "_submit", submitted)
+    return served(ToyDecoder(device=device)), {}
+
+
+@fault("allocates-in-replay", 23, backends=("tape",))
+def an_operation_that_keeps(device: torch.device, patch: Patch) -> Made:
+    """An operation remembers a copy of all that it was ever given."""
+    toy = ToyDecoder(device=device)
+    kept: list[Tensor] = []
+
+    @torch.library.custom_op("zoo::kept", mutates_args=())
+    def keeping(logits: Tensor) -> Tensor:
+        kept.append(logits.clone())
+        return logits.clone()
+
+    def step(batch: Batch) -> Tensor:
+        logits: Tensor = keeping(toy(batch))
+        return logits
+
+    return served(toy, step), {}
+
+
+@fault("not-capturable", 20, line="kernel[(1,)]")
+def a_bare_kernel(device: torch.device, patch: Patch) -> Made:
+    """A kernel is launched outside any operation: nobody sees what it writes."""
+    pytest.importorskip("triton")
+    toy = ToyDecoder(device=device)
+    kernel = jit(_add_one)
+
+    def step(batch: Batch) -> Tensor:
+        logits = toy(batch)
+        kernel[(1,)](logits, 16)
+        return logits
+
+    return served(toy, step), {}
+
+
+def _add_one(x, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, n)
+    tl.store(x + at, tl.load(x + at) + 1)
+
+
+@fault("bound-state", 15, line="runtimes[0].state")
 def the_state_of_another_runtime(device: torch.device, patch: Patch) -> Made:
     """The step goes to the runtime it was written for, whoever runs it."""
     toy = ToyDecoder(device=device)

@@ -28,6 +28,21 @@ def padding_index_as_an_index(device: torch.device, patch: Patch) -> Made:
     return served(toy, step), {}
 
 
+@fault("padding-hits-last-slot", 1, line="keys[wrapped] = 0.5")
+def padding_wrapped_around(device: torch.device, patch: Patch) -> Made:
+    """A remainder turns -1 into the last slot, and no index is out of range."""
+    toy = ToyDecoder(device=device)
+
+    def step(batch: Batch) -> Tensor:
+        logits = toy(batch)
+        keys = batch.state.pool["layer1.k"][:, 0, 0, 0]
+        wrapped = batch.slots.long() % batch.state.max_requests
+        keys[wrapped] = 0.5
+        return logits
+
+    return served(toy, step), {}
+
+
 @fault("padding-hits-slot-0", 12, line="slots.clamp(min=0)")
 def padding_clamped_to_slot_0(device: torch.device, patch: Patch) -> Made:
     """Padding is clamped into range, and the range begins with a slot."""
@@ -122,6 +137,37 @@ def the_next_slot(device: torch.device, patch: Patch) -> Made:
         logits = toy(batch)
         neighbours = torch.where(batch.slots < 0, 4, (batch.slots + 1) % 4).long()
         batch.state.pool["layer1.k"][neighbours, 0, 0] = 0.5
+        return logits
+
+    return served(toy, step), {}
+
+
+@fault("writes-foreign-memory", 4, line="table[scratched(batch), -1] = 0")
+def a_block_table_rewritten(device: torch.device, patch: Patch) -> Made:
+    """The step changes who owns which block, which only the host may."""
+    toy = ToyDecoder(device=device)
+
+    def step(batch: Batch) -> Tensor:
+        logits = toy(batch)
+        batch.state.blocks.table[scratched(batch), -1] = 0
+        return logits
+
+    return served(toy, step), {}
+
+
+@fault("writes-foreign-memory", 2)
+def an_operation_that_lies(device: torch.device, patch: Patch) -> Made:
+    """An operation writes to a weight and says that it writes nothing."""
+    toy = ToyDecoder(device=device)
+    uses = torch.zeros(1, device=device)
+
+    @torch.library.custom_op("zoo::counted", mutates_args=())
+    def counted(logits: Tensor, uses: Tensor) -> Tensor:
+        uses += 1
+        return logits.clone()
+
+    def step(batch: Batch) -> Tensor:
+        logits: Tensor = counted(toy(batch), uses)
         return logits
 
     return served(toy, step), {}

@@ -30,7 +30,7 @@ class Specimen:
         about: what is wrong with it, or unusual.
         make: gives a model, and options of `verify`; may patch the library.
         hazard: as which it must be found; "" for none.
-        numbers: entries of the list of hazards that it is of the kind of.
+        numbers: entries of `tests.zoo.entries.ENTRIES` that it is of the kind of.
         line: text of the user's line that the finding must name; "" where there is none.
         backends: where the fault can exist.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 
 import pytest
 
@@ -10,13 +11,30 @@ from capture import CaptureError, verify
 from capture.rules import Rule
 from capture.verify.hazards import HAZARDS, hazard_of
 from tests.toy import device_of
+from tests.zoo.entries import ENTRIES
 from tests.zoo.planted import FAULTS, UNUSUAL, Specimen
 
 for _room in ("padding_faults", "frozen_faults", "life_faults", "machine_faults", "unusual_steps"):
     importlib.import_module(f"tests.zoo.{_room}")
 
 TRIALS = 8
+LEAST_FAULTS = 25
+LEAST_UNUSUAL = 15
+# Hazards that no step can be made to show on purpose, with the reason.
+NOT_PLANTED: dict[str, str] = {}
 SETTINGS = {"max_requests": 4, "max_context": 64, "block_tokens": 8}
+
+
+def test_the_zoo_is_complete() -> None:
+    """A fault for every entry and for every hazard, on the tape too; and enough that is right."""
+    on_tape = [specimen for specimen in FAULTS if "tape" in specimen.backends]
+    assert {number for specimen in on_tape for number in specimen.numbers} == set(ENTRIES)
+    assert {specimen.hazard for specimen in FAULTS} == set(HAZARDS) - set(NOT_PLANTED)
+    assert len(on_tape) >= LEAST_FAULTS
+    assert len(UNUSUAL) >= LEAST_UNUSUAL
+    names = Counter(specimen.name for specimen in [*FAULTS, *UNUSUAL])
+    assert max(names.values()) == 1
+    assert all(specimen.about for specimen in [*FAULTS, *UNUSUAL])
 
 
 def _each(specimens: list[Specimen]) -> list[object]:
