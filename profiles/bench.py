@@ -15,16 +15,22 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import graphcache
 from capture.cli import silence_libraries
 
-from .gates import step_gates
-from .ratios import append_ratios, step_ratios
-from .recurrent_ratio import recurrent_ratio
-from .results import Gate, Ratio
-from .subjects import CONTEXT, smollm2_shape
+from . import suite
+from .journal import Journal
+from .results import Failed, Gate, Padding, PeerRun, Ratio, Skipped
+from .tables import (
+    gate_table,
+    left_out_table,
+    padding_table,
+    peer_table,
+    ratio_table,
+    roofline_table,
+    stack_table,
+)  # fmt: skip
 
 BATCHES = (1, 8, 64)
 
@@ -39,31 +45,29 @@ Output = Annotated[Path | None, typer.Option(help="Write JSON here too.")]
 def main(
     command: typer.Context,
     output: Output = None,
-    quick: Annotated[bool, typer.Option(help="The step at batch 8 only.")] = False,
+    quick: Annotated[bool, typer.Option(help="Batch 8 only, nothing that compiles.")] = False,
 ) -> None:
-    """Measure R1, R1b, R3, R6, R12 and the gates on a decoder of SmolLM2-135M's shape, and R7 on
-    state of Mamba-2 2.7B's."""
+    """Measure all ratios but R6 of DeepSeek-V4's layers, and the gates, beside all peers.
+
+    The file is written anew after each result. What raises is noted, the rest goes on, and the exit
+    code is 1. Without a GPU it runs what the tape can.
+    """
     if command.invoked_subcommand is not None:
         return
-    console = _need_gpu("R1, R1b, R3, R6, R7, R12 and the gates")
-    started = time.perf_counter()
-    model = smollm2_shape("cuda")
-    ratios: list[Ratio] = list(append_ratios())
-    gates: list[Gate] = []
-    ratios.append(recurrent_ratio())
-    for batch in (8,) if quick else BATCHES:
-        ratios += step_ratios(model, batch)
-        gates += step_gates(model, batch)
-    results = {
-        "machine": describe_machine(),
-        "subject": f"Llama of SmolLM2-135M's shape, random bf16 weights, {CONTEXT} tokens before",
-        "seconds": round(time.perf_counter() - started, 1),
-        "ratios": [ratio.as_json() for ratio in ratios],
-        "gates": [gate.as_json() for gate in gates],
-    }
-    console.print(_ratio_table(ratios))
-    console.print(_gate_table(gates))
-    _write(results, output, console)
+    silence_libraries()
+    console = Console(width=118)
+    head = {"machine": describe_machine(), "subject": suite.subject()}
+    journal = Journal(head, output, lambda what: console.print(f"[dim]{what}[/dim]"))
+    suite.run(journal, quick)
+    console.print(ratio_table(journal.records(Ratio)))
+    console.print(gate_table(journal.records(Gate)))
+    console.print(peer_table(journal.records(PeerRun)))
+    console.print(padding_table(journal.records(Padding)))
+    console.print(left_out_table(journal.records(Skipped), journal.records(Failed)))
+    if output is not None:
+        console.print(f"written to {output}")
+    if journal.failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -89,9 +93,9 @@ def dsv4(
         f"{bandwidth.node / 1e12:.2f} by a copy node, "
         f"{ceilings[1] / 1e12:.0f} TFLOP/s bf16"
     )
-    console.print(_ratio_table(ratios))
-    console.print(_roofline_table(rooflines))
-    console.print(_stack_table(stacks))
+    console.print(ratio_table(ratios))
+    console.print(roofline_table(rooflines))
+    console.print(stack_table(stacks))
     results = {
         "machine": describe_machine(),
         "subject": "DeepSeek-V4-Flash's attention, random bf16 weights and random state",
@@ -130,12 +134,9 @@ def describe_machine() -> dict[str, Any]:
     """Device and versions that a result depends on."""
     import transformers
     import triton
-    from cuda.bindings import driver
 
-    _, driver_version = driver.cuDriverGetVersion()
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver_cuda": f"{driver_version // 1000}.{driver_version % 1000 // 10}",
+        **_describe_device(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
@@ -143,6 +144,16 @@ def describe_machine() -> dict[str, Any]:
         "graphcache": graphcache.__version__,
         "commit": _commit(),
     }
+
+
+def _describe_device() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {"gpu": "none", "cpu": platform.machine()}
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    name = torch.cuda.get_device_name()
+    return {"gpu": name, "driver_cuda": f"{version // 1000}.{version % 1000 // 10}"}
 
 
 def _commit() -> str:
@@ -154,70 +165,6 @@ def _commit() -> str:
         cwd=Path(__file__).parent,
     )
     return described.stdout.strip() or "unknown"
-
-
-def _ratio_table(ratios: list[Ratio]) -> Table:
-    table = Table(title="ratios, medians of one run (p99 in brackets)", title_justify="left")
-    for heading in ("", "what", "batch", "us", "floor us", "ratio", "goal", ""):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for ratio in ratios:
-        table.add_row(
-            ratio.name,
-            ratio.what,
-            str(ratio.batch),
-            f"{ratio.subject_us:.2f} ({ratio.subject_p99_us:.1f})",
-            f"{ratio.floor_us:.2f} ({ratio.floor_p99_us:.1f})",
-            f"{ratio.value:.3f}",
-            f"{ratio.goal:.2f}" if ratio.goal else "",
-            {None: "", True: "ok", False: "missed"}[ratio.met],
-        )
-    return table
-
-
-def _roofline_table(rooflines: list[Any]) -> Table:
-    table = Table(title="by the roofline, medians of one run (p99 in brackets)")
-    table.title_justify = "left"
-    for heading in ("what", "batch", "context", "us", "least us", "share", "goal", ""):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for roofline in rooflines:
-        table.add_row(
-            roofline.what,
-            str(roofline.batch),
-            str(roofline.context),
-            f"{roofline.us:.2f} ({roofline.p99_us:.1f})",
-            f"{roofline.least_us:.2f}",
-            f"{roofline.share:.2f}",
-            f"{roofline.goal:.2f}" if roofline.goal else "",
-            ("ok" if roofline.share >= roofline.goal else "under") if roofline.goal else "",
-        )
-    return table
-
-
-def _stack_table(stacks: list[Any]) -> Table:
-    table = Table(title="one step of the whole stack of attention, us", title_justify="left")
-    headings = ("batch", "context", "layers", "nodes", "ours", "plain torch", "by ours",
-                "transformers", "by ours", "MiB a slot", "and entries")  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for stack in stacks:
-        peers = []
-        for us in (stack.torch_us, stack.modules_us):
-            peers += [f"{us:.0f}", f"{us / stack.ours_us:.1f}"] if us else ["", ""]
-        table.add_row(
-            str(stack.batch), str(stack.context), str(stack.layers), str(stack.nodes),
-            f"{stack.ours_us:.0f}", *peers,
-            f"{stack.slot_bytes / 2**20:.1f}", f"{stack.entry_bytes / 2**20:.1f}",
-        )  # fmt: skip
-    return table
-
-
-def _gate_table(gates: list[Gate]) -> Table:
-    table = Table(title="gates", title_justify="left")
-    for heading in ("what", "batch", "held", "detail"):
-        table.add_column(heading)
-    for gate in gates:
-        table.add_row(gate.name, str(gate.batch), "yes" if gate.held else "NO", gate.detail)
-    return table
 
 
 if __name__ == "__main__":

@@ -37,6 +37,32 @@ def step_ratios(model: Any, batch: int) -> Iterator[Ratio]:
             yield from _host_ratios(runtime, slots, twin, batch)
             yield _latency(runtime, slots, twin, batch)
             yield from _periods(runtime, slots, quiet, quiet_slots, twin, batch)
+        yield _host_of_ranges(runtime, slots, quiet, quiet_slots, batch)
+
+
+def _host_of_ranges(
+    runtime: DecodeRuntime,
+    slots: list[int],
+    quiet: DecodeRuntime,
+    quiet_slots: list[int],
+    batch: int,
+) -> Ratio:
+    def host(stepped: DecodeRuntime, of: list[int]) -> int:
+        start = time.perf_counter_ns()
+        result = stepped.step(of)
+        took = time.perf_counter_ns() - start
+        result.tokens()
+        return took
+
+    for slot in slots:
+        runtime.rewind(slot, CONTEXT)
+    for slot in quiet_slots:
+        quiet.rewind(slot, CONTEXT)
+    on, off = alternate(COUNT, lambda: host(runtime, slots), lambda: host(quiet, quiet_slots))
+    return Ratio(
+        "R12", "host us a step that ranges add, without a tool", batch,
+        on.median_us - off.median_us, 0.3, on.median_us, on.p99_us, off.median_us, off.p99_us,
+    )  # fmt: skip
 
 
 def _host_ratios(

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 if TYPE_CHECKING:
     from .timing import Sample
 
-__all__ = ["Gate", "Ratio", "Record", "ResultsError", "read_results"]
+__all__ = [
+    "Failed",
+    "Gate",
+    "Padding",
+    "PeerRun",
+    "Ratio",
+    "Record",
+    "ResultsError",
+    "Skipped",
+    "StepTime",
+    "read_results",
+]
 
 R = TypeVar("R", bound="Record")
 
@@ -101,6 +112,89 @@ class Gate(Record):
     detail: str
 
     key: ClassVar[str] = "gates"
+
+
+@dataclass(frozen=True)
+class PeerRun(Record):
+    """A peer beside this library: whether its outputs are the same, then how long its steps take.
+
+    Attributes:
+        peer: its name.
+        host: what it does on the host each step, in words.
+        batch, context: rows, and tokens of each before the first step.
+        agreement: of the outputs, in words.
+        agrees: whether they are the same; times are taken only then.
+        period_us, period_p99_us: from tokens to tokens; 0 where none was taken.
+        host_us, host_p99_us: of one step, the device idle; 0 where it can't be had alone.
+    """
+
+    peer: str
+    host: str
+    batch: int
+    context: int
+    agreement: str
+    agrees: bool
+    period_us: float = 0.0
+    period_p99_us: float = 0.0
+    host_us: float = 0.0
+    host_p99_us: float = 0.0
+
+    key: ClassVar[str] = "peers"
+
+
+@dataclass(frozen=True)
+class StepTime(Record):
+    """A step of this library beside its floor: bytes that it must read, by the bandwidth.
+
+    Attributes:
+        batch, context: rows, and tokens of each before.
+        us, p99_us: the steady period.
+        floor_us: weights and K/V read, by the measured bandwidth.
+        nodes: of the graph.
+        model: whose step it is.
+    """
+
+    batch: int
+    context: int
+    us: float
+    p99_us: float
+    floor_us: float
+    nodes: int
+    model: str
+
+    key: ClassVar[str] = "steps"
+
+
+@dataclass(frozen=True)
+class Padding(Record):
+    """The share of a step's rows that a ladder pads, mean over batches of 1 to its ceiling."""
+
+    ladder: str
+    graphs: int
+    ceiling: int
+    share: float
+
+    key: ClassVar[str] = "padding"
+
+
+@dataclass(frozen=True)
+class Skipped(Record):
+    """What was not measured, and why."""
+
+    what: str
+    why: str
+
+    key: ClassVar[str] = "skipped"
+
+
+@dataclass(frozen=True)
+class Failed(Record):
+    """What raised while it was measured."""
+
+    what: str
+    error: str
+
+    key: ClassVar[str] = "failed"
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from capture import DecodeRuntime, Ladder
 from graphcache.models import load_model
 
-__all__ = ["CONTEXT", "RawTwin", "make_runtime", "smollm2_shape", "two_layers"]
+__all__ = ["CONTEXT", "RawTwin", "llama_shape", "make_runtime", "smollm2_shape", "two_layers"]
 
 CONTEXT = 1024
 """Tokens that every slot has when a measurement begins."""
@@ -39,6 +39,38 @@ def smollm2_shape(device: str) -> Any:
     return load_model(built)
 
 
+def llama_shape(size: str) -> Any:
+    """A model of Llama 3's "1B" or "8B" shape on the GPU, random weights in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shapes: dict[str, dict[str, Any]] = {
+        "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+               "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True},
+        "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+               "num_attention_heads": 32, "head_dim": 128, "tie_word_embeddings": False},
+    }  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=128256,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        dtype=torch.bfloat16,
+        **shapes[size],
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        # Made where it stays: 16 GB of random numbers take minutes on a CPU.
+        with torch.device("cuda"):
+            built = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    built.generation_config.eos_token_id = None
+    built.config.eos_token_id = None
+    return load_model(built)
+
+
 def two_layers(device: str) -> Any:
     """A model of two small layers with random weights in float32; no token ends an answer."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,20 +91,22 @@ def two_layers(device: str) -> Any:
     return load_model(built)
 
 
-def make_runtime(model: Any, rows: int, **options: Any) -> tuple[DecodeRuntime, list[int]]:
-    """A captured runtime of one bucket, with `rows` requests of `CONTEXT` tokens."""
+def make_runtime(
+    model: Any, rows: int, *, context: int = CONTEXT, **options: Any
+) -> tuple[DecodeRuntime, list[int]]:
+    """A captured runtime of one bucket, with `rows` requests of `context` tokens."""
     runtime = DecodeRuntime(
         model,
         max_requests=rows,
-        max_context=MAX_CONTEXT,
+        max_context=min(MAX_CONTEXT, model.max_context),
         ladder=Ladder([rows]),
         block_tokens=64,
-        prefill_chunk=CONTEXT,
+        prefill_chunk=context,
         **options,
     )
     runtime.capture(progress=False)
     generator = torch.Generator().manual_seed(rows)
-    prompt = torch.randint(1000, 40000, (rows, CONTEXT + 1), generator=generator).tolist()
+    prompt = torch.randint(0, model.vocab_size, (rows, context + 1), generator=generator).tolist()
     return runtime, [runtime.admit(tokens) for tokens in prompt]
 
 

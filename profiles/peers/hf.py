@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class _Stamps:
 
 
 def _periods(stamps: Sequence[int]) -> list[int]:
-    return [after - before for before, after in itertools.pairwise(stamps)]
+    return [after - before for before, after in pairwise(stamps)]
 
 
 class Generate(Peer):
@@ -45,6 +45,7 @@ class Generate(Peer):
 
     name = "HF generate"
     host = "prepares inputs, copies logits, runs Python processors; static cache, compiled"
+    compiles = True
 
     def prepare(self, prompts: Sequence[Sequence[int]], steps: int) -> None:
         self._model: Any = plain_model(self.hosted)
@@ -82,6 +83,8 @@ class ContinuousBatching(Peer):
     name = "HF continuous batching"
     host = "schedules, bulk copies of block tables; sampling in the graph, double buffered"
 
+    _manager: Any = None
+
     def prepare(self, prompts: Sequence[Sequence[int]], steps: int) -> None:
         try:
             from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -95,7 +98,7 @@ class ContinuousBatching(Peer):
         model = plain_model(self.hosted)
         block = 256
         blocks = len(prompts) * (-(-(len(prompts[0]) + steps + 1) // block) + 1)
-        self._manager: Any = model.init_continuous_batching(
+        self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=ContinuousBatchingConfig(
                 block_size=block,
@@ -136,9 +139,10 @@ class ContinuousBatching(Peer):
         return Decoded(tokens, [round(took * 1e9) for took in _seconds(last)])
 
     def close(self) -> None:
-        self._manager.stop(block=True, timeout=10.0)
-        self._manager.destroy()
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=10.0)
+            self._manager.destroy()
 
 
 def _seconds(stamps: Sequence[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(stamps)]
+    return [after - before for before, after in pairwise(stamps)]

@@ -46,10 +46,12 @@ class Peer(ABC):
     Attributes:
         name: as in tables.
         host: what it does on the host each step, in words.
+        compiles: whether preparing it compiles the model, which takes a minute.
     """
 
     name: ClassVar[str]
     host: ClassVar[str]
+    compiles: ClassVar[bool] = False
 
     def __init__(self, model: Any) -> None:
         self.hosted = model

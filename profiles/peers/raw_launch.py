@@ -34,18 +34,17 @@ class RawLaunch(Peer):
             self._positions = torch.zeros(rows, dtype=torch.int32)
             self._count = torch.zeros(1, dtype=torch.int64)
             self._made = torch.zeros((steps + WARM_UPS + 1, rows), dtype=torch.int64)
-        vocabulary = self._decoder.model.config.vocab_size
-        weight = self._decoder.model.get_input_embeddings().weight
-        self._logits = torch.zeros((rows, vocabulary), dtype=weight.dtype, device=self.device)
         self._rewind()
         self._launch: Any = self._captured() if self.device.type == "cuda" else self._body
         self._rewind()
 
     @torch.no_grad()
     def _body(self) -> None:
-        logits = self._decoder.logits(self._decoder.hidden(self._tokens, self._positions))
-        self._logits.copy_(logits)
-        self._tokens.copy_(logits.argmax(-1))
+        # A captured step's tensors stay where they are: the last one made is every replay's.
+        self._logits: Any = self._decoder.logits(
+            self._decoder.hidden(self._tokens, self._positions)
+        )
+        self._tokens.copy_(self._logits.argmax(-1))
         self._made.index_copy_(0, self._count, self._tokens.unsqueeze(0))
         self._count += 1
         self._positions += 1
@@ -100,11 +99,12 @@ class RawLaunch(Peer):
         return took
 
     def logits(self) -> Tensor:
-        return self._logits
+        logits: Tensor = self._logits
+        return logits
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        self._decoder = self._launch = self._logits = None  # type: ignore[assignment]
+        self._decoder = self._launch = self._logits = None

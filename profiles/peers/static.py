@@ -52,7 +52,7 @@ def _attend(
     static_position: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Query [rows, H, T, D], key and value [rows, Hkv, T, D], rotated; prefill has no position."""
+    """Query [rows, H, T, D], key and value [rows, Hkv, T, D], rotated; no position: prefill."""
     index: Any = module.layer_idx
     k, v = static_kv.k[index], static_kv.v[index]
     shared = query.shape[1] // key.shape[1]
@@ -105,7 +105,7 @@ class StaticDecoder:
             )  # fmt: skip
 
     def step(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [rows, 1] int64 at position [1] int64: next [rows, 1], logits [rows, V]."""
+        """Tokens [rows, 1] at position [1], int64: the next [rows, 1], and logits [rows, V]."""
         logits = self.model(
             input_ids=tokens, position_ids=position.unsqueeze(0), attention_mask=self._no_mask,
             use_cache=False, static_kv=self.kv, static_position=position,

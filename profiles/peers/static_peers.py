@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class _StaticPeer(SteppedPeer):
         self._reader = TokenReader(len(prompts), self.device)
         self.rewind()
         with torch.no_grad():
-            self._run = self._made(self._decoder.step)
+            self._run: Step = self._made(self._decoder.step)
         for _ in range(WARM_UPS):
             self.step()
             self.tokens()
@@ -86,8 +86,11 @@ class GraphedCallables(_StaticPeer):
     def _made(self, step: Step) -> Step:
         if self.device.type != "cuda":
             return step
-        example = (self._tokens.clone(), self._position.clone())
-        return cast("Step", torch.cuda.make_graphed_callables(step, example))
+        made: Any = torch.cuda.make_graphed_callables(
+            step, (self._tokens.clone(), self._position.clone())
+        )
+        run: Step = made
+        return run
 
 
 class GptFast(_StaticPeer):
@@ -95,12 +98,13 @@ class GptFast(_StaticPeer):
 
     name = "gpt-fast's pattern"
     host = "guards, tree checks, clones; sampling compiled in"
+    compiles = True
 
     def _made(self, step: Step) -> Step:
         if self.device.type != "cuda":
             return step
         try:
-            made: Step = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+            made: Any = torch.compile(step, mode="reduce-overhead", fullgraph=True)
             made(self._tokens, self._position)
         except Exception as error:  # the compiler's errors have no common base
             raise PeerUnavailable(
@@ -109,6 +113,7 @@ class GptFast(_StaticPeer):
 
         def run(tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
             torch.compiler.cudagraph_mark_step_begin()
-            return made(tokens, position)
+            result: tuple[Tensor, Tensor] = made(tokens, position)
+            return result
 
         return run

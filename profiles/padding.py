@@ -1,0 +1,55 @@
+"""Rows that ladders pad: arithmetic, the same on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from capture import Ladder
+from capture.ladder import Bucket
+
+from .results import Padding
+
+__all__ = ["LADDERS", "padded_share", "padding_of_ladders"]
+
+CEILING = 256
+
+
+def _powers(ceiling: int) -> list[int]:
+    return [bucket.rows for bucket in Ladder.powers_of_two(ceiling).buckets]
+
+
+def _vllm(ceiling: int) -> list[int]:
+    """1, 2, 4, then every eighth size to 256, every sixteenth beyond."""
+    sizes = [1, 2, 4, *range(8, min(ceiling, 256) + 1, 8), *range(272, ceiling + 1, 16)]
+    return [size for size in sizes if size <= ceiling]
+
+
+def _sglang(ceiling: int) -> list[int]:
+    """Every size to 8, every second to 32, every fourth to 64, every eighth beyond."""
+    sizes = [*range(1, 9), *range(10, 33, 2), *range(36, 65, 4), *range(72, ceiling + 1, 8)]
+    return [size for size in sizes if size <= ceiling]
+
+
+LADDERS: Mapping[str, Callable[[int], list[int]]] = {
+    "powers of two": _powers,
+    "vLLM's": _vllm,
+    "SGLang's": _sglang,
+}
+"""Sizes by ceiling."""
+
+
+def padded_share(ladder: Ladder) -> float:
+    """The share of a step's rows that is padding, with batches of all sizes alike."""
+    shares = []
+    for rows in range(1, ladder.ceiling + 1):
+        bucket = ladder.bucket_for(rows, ladder.q_len)
+        assert isinstance(bucket, Bucket)
+        shares.append(1 - rows / bucket.rows)
+    return sum(shares) / len(shares)
+
+
+def padding_of_ladders(ceiling: int = CEILING) -> Iterator[Padding]:
+    """A line for each ladder."""
+    for name, sizes in LADDERS.items():
+        ladder = Ladder(sizes(ceiling), ceiling=ceiling)
+        yield Padding(name, len(ladder.buckets), ceiling, padded_share(ladder))
