@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,8 @@ CHECKED = 16
 STEPS = 200
 ROUNDS = 3
 HOST_COUNT = 100
+ROUND_NS = 1_500_000_000
+"""A round of a slow peer takes about as long, with fewer steps."""
 SETTLE = 8
 """First steps of a run, which are not timed: the pipeline fills."""
 GOALS = {"HF generate": 2.0, "HF continuous batching": 2.0}
@@ -93,9 +96,11 @@ class PeerBench:
             except PeerUnavailable as error:
                 yield Skipped(f"R5, {kind.name} at batch {batch}", str(error))
                 return
-            found = agreement(self._tokens, self._logits, peer.decode(CHECKED).tokens)
+            decoded = peer.decode(CHECKED)
+            found = agreement(self._tokens, self._logits, decoded.tokens)
             if found.held and self._timed:
-                yield from self._times(peer, str(found))
+                step_ns = statistics.median(decoded.times_ns)
+                yield from self._times(peer, str(found), _as_many(step_ns, self._steps))
                 return
             yield PeerRun(kind.name, kind.host, batch, self._context, str(found), found.held)
         finally:
@@ -103,14 +108,14 @@ class PeerBench:
             if self._model.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _times(self, peer: Peer, agreement: str) -> Iterator[Record]:
+    def _times(self, peer: Peer, agreement: str, steps: int) -> Iterator[Record]:
         batch = len(self._prompts)
         ours, theirs = [], []
         for _ in range(ROUNDS):
-            ours.append(self._ours.decode(self._steps).times_ns)
-            theirs.append(peer.decode(self._steps).times_ns)
+            ours.append(self._ours.decode(steps).times_ns)
+            theirs.append(peer.decode(steps).times_ns)
         mine, period = _periods(ours), _periods(theirs)
-        hosts = _hosts(peer)
+        hosts = _hosts(peer, min(HOST_COUNT, steps))
         host = Sample.of(hosts) if hosts else None
         yield PeerRun(
             peer.name, peer.host, batch, self._context, agreement, True,
@@ -149,9 +154,14 @@ def _periods(runs: list[list[int]]) -> Sample:
     return Sample.of([took for run in runs for took in (run[SETTLE:] or run)])
 
 
-def _hosts(peer: Peer) -> list[int]:
+def _as_many(step_ns: float, most: int) -> int:
+    """Steps of a round."""
+    return max(3 * SETTLE, min(most, int(ROUND_NS / step_ns)))
+
+
+def _hosts(peer: Peer, count: int = HOST_COUNT) -> list[int]:
     """Host times of single steps; none where a step can't be had alone."""
     if isinstance(peer, SteppedPeer):
         peer.rewind()
-    taken = [peer.host_ns() for _ in range(HOST_COUNT)]
+    taken = [peer.host_ns() for _ in range(count)]
     return [took for took in taken[SETTLE:] if took is not None]

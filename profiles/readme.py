@@ -104,7 +104,7 @@ def _place(ratio: Ratio) -> tuple[int, str]:
 
 def _value(ratio: Ratio) -> str:
     missed = ", missed" if ratio.met is False else ""
-    return f"**{_figures(ratio.value)}** ({_figures(ratio.subject_us)} us{missed})"
+    return f"**{_figures(ratio.value)}** ({_figures(ratio.subject_us)} {ratio.unit}{missed})"
 
 
 def _goal(ratio: Ratio) -> str:

@@ -68,6 +68,7 @@ class Ratio(Record):
         subject_us, subject_p99_us, floor_us, floor_p99_us: what was timed.
         at_most: whether `goal` is the most it should be.
         model: whose step it is; empty for the run's own subject.
+        unit: of subject and floor, where they are no times.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Ratio(Record):
     floor_p99_us: float
     at_most: bool = True
     model: str = ""
+    unit: str = "us"
 
     key: ClassVar[str] = "ratios"
 

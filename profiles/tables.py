@@ -21,15 +21,23 @@ def ratio_table(ratios: list[Ratio]) -> Table:
     for ratio in ratios:
         table.add_row(
             ratio.name,
-            ratio.what,
+            f"{ratio.what}, {ratio.model}" if ratio.model else ratio.what,
             str(ratio.batch),
-            f"{ratio.subject_us:.2f} ({ratio.subject_p99_us:.1f})",
-            f"{ratio.floor_us:.2f} ({ratio.floor_p99_us:.1f})",
+            *_subject_and_floor(ratio),
             f"{ratio.value:.3f}",
-            f"{ratio.goal:.2f}" if ratio.goal else "",
+            f"{'' if ratio.at_most else '>= '}{ratio.goal:.2f}" if ratio.goal else "",
             {None: "", True: "ok", False: "missed"}[ratio.met],
         )
     return table
+
+
+def _subject_and_floor(ratio: Ratio) -> tuple[str, str]:
+    if ratio.unit != "us":
+        return f"{ratio.subject_us:.1f} {ratio.unit}", f"{ratio.floor_us:.1f} {ratio.unit}"
+    return (
+        f"{ratio.subject_us:.2f} ({ratio.subject_p99_us:.1f})",
+        f"{ratio.floor_us:.2f} ({ratio.floor_p99_us:.1f})",
+    )
 
 
 def roofline_table(rooflines: list[Any]) -> Table:

@@ -52,8 +52,10 @@ class Generate(Peer):
         self._prompts = torch.tensor(list(prompts), device=self.device)
         self._steps = steps
         # The first run compiles, the second captures; the cache keeps its size and place.
-        for _ in range(2):
-            self.decode(steps)
+        # A batch of another size, seen before, is no reason to compile for all sizes.
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            for _ in range(2):
+                self.decode(steps)
 
     @torch.no_grad()
     def decode(self, steps: int) -> Decoded:
@@ -103,7 +105,8 @@ class ContinuousBatching(Peer):
             continuous_batching_config=ContinuousBatchingConfig(
                 block_size=block,
                 num_blocks=blocks,
-                max_batch_tokens=max(len(prompts), 2048),
+                # Its warm-up asks for a batch as large as this and for as much in the cache.
+                max_batch_tokens=max(len(prompts), min(2048, blocks * block // 2)),
                 max_requests_per_batch=len(prompts),
                 # Every run decodes the same prompts; blocks kept of the last would skip a prefill.
                 allow_block_sharing=False,
@@ -127,6 +130,8 @@ class ContinuousBatching(Peer):
                 raise PeerUnavailable(f"gave no answer within {TIMEOUT_S:.0f} s")
             output = self._manager.get_result(timeout=1.0)
             if output is None:
+                if not self._manager.is_running():
+                    raise PeerUnavailable("its thread ended; what it logged says why")
                 continue
             if output.error:
                 raise PeerUnavailable(f"a request failed: {output.error}")

@@ -92,6 +92,10 @@ class GraphedCallables(_StaticPeer):
         run: Step = made
         return run
 
+    def close(self) -> None:
+        super().close()
+        torch.compiler.reset()
+
 
 class GptFast(_StaticPeer):
     """gpt-fast's pattern: forward and sampling in one compiled function, its graph torch's own."""
@@ -104,7 +108,7 @@ class GptFast(_StaticPeer):
         if self.device.type != "cuda":
             return step
         try:
-            made: Any = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+            made: Any = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
             made(self._tokens, self._position)
         except Exception as error:  # the compiler's errors have no common base
             raise PeerUnavailable(
@@ -117,3 +121,7 @@ class GptFast(_StaticPeer):
             return result
 
         return run
+
+    def close(self) -> None:
+        super().close()
+        torch.compiler.reset()
