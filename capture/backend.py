@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .errors import CaptureError, UnsupportedDriver
+from .errors import CaptureError, DeviceLost, UnsupportedDriver
 from .source import line_of_error
 from .spans import Node, Span
 
@@ -25,6 +25,7 @@ __all__ = [
     "CapturedStep",
     "HostBuffer",
     "choose_backend",
+    "instantiating",
     "is_recording",
     "recording",
 ]
@@ -130,30 +131,80 @@ def is_recording() -> bool:
     return _thread.recording
 
 
+class _Collector:
+    """Python's collector, resting while any thread records."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recordings = 0
+        self._was_enabled = False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        with self._lock:
+            if not self._recordings:
+                self._was_enabled = gc.isenabled()
+                # No finalizer of some collected cycle may run inside a capture.
+                gc.disable()
+            self._recordings += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._recordings -= 1
+                if not self._recordings and self._was_enabled:
+                    gc.enable()
+
+
+_collector = _Collector()
+
+
 @contextmanager
 def recording() -> Iterator[None]:
     """Around the recording of a step: the collector rests, and what the step raises gets its line.
 
     Raises:
         CaptureError: for whatever the step raises, with the user's line.
+        DeviceLost: when the device has failed.
     """
-    collecting = gc.isenabled()
-    # No finalizer of some collected cycle may run inside a capture.
-    gc.disable()
-    _thread.recording = True
+    with _collector.resting(), _errors_of_step():
+        _thread.recording = True
+        try:
+            yield
+        finally:
+            _thread.recording = False
+
+
+@contextmanager
+def instantiating() -> Iterator[None]:
+    """Around what makes a recording ready to be replayed.
+
+    Raises:
+        CaptureError: for whatever fails; it is not the step's doing.
+        DeviceLost: when the device has failed.
+    """
     try:
         yield
-    except CaptureError:
+    except (CaptureError, DeviceLost):
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the step was recorded, but making it ready to replay raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+@contextmanager
+def _errors_of_step() -> Iterator[None]:
+    try:
+        yield
+    except (CaptureError, DeviceLost):
         raise
     except Exception as error:
         raise CaptureError(
             f"the step raised {type(error).__name__} during capture: {error}",
             source=line_of_error(error),
         ) from error
-    finally:
-        _thread.recording = False
-        if collecting:
-            gc.enable()
 
 
 def choose_backend(name: str, device: torch.device) -> Backend:

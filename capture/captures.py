@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .backend import Backend, CapturedStep
-from .errors import CaptureError, NotCaptured
+from .errors import CaptureError, DeviceLost, NotCaptured
 from .ladder import Bucket, Ladder
 from .lint import Lint
 from .pointers import PointerLedger
@@ -91,6 +91,7 @@ class Captures:
 
         Raises:
             CaptureError, PointerMoved: nothing stays captured then.
+            DeviceLost: when that is why it failed.
         """
         self.drop()
         self.pointers.record()
@@ -105,6 +106,8 @@ class Captures:
             self.pointers.check()
         except BaseException:
             self.drop()
+            # A step that met a lost device says so in words of its own, and can't be tried again.
+            self._backend.synchronize()
             raise
         return tuple(costs)
 
@@ -153,7 +156,7 @@ class Captures:
         try:
             with watch, Lint(values=True):
                 step()
-        except CaptureError:
+        except (CaptureError, DeviceLost):
             raise
         except Exception as error:
             raise CaptureError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphcache.scopes import listening
 
-from .backend import recording
+from .backend import instantiating, recording
 from .errors import DeviceLost, UnsupportedDriver
 from .graph_nodes import NodeCounter, describe_nodes
 from .host_view import host_view
@@ -193,9 +193,18 @@ class CudaGraphBackend:
         with recording():
             with torch.no_grad(), self.context():
                 spans = self._record(graph, step, watch)
-            graph.instantiate()
-        taken = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
-        captured = CudaGraphStep(graph, self._driver_stream, watch.external, taken, spans)
+            try:
+                with instantiating():
+                    graph.instantiate()
+                    taken = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
+                    captured = CudaGraphStep(
+                        graph, self._driver_stream, watch.external, taken, spans
+                    )
+            except BaseException:
+                # Now, and not when whoever holds the error lets go of its frames.
+                with suppress(RuntimeError):
+                    graph.reset()
+                raise
         self._steps.append(captured)
         return captured
 

@@ -207,6 +207,7 @@ class DecodeRuntime:
             InvalidRequest: for the plan of another runtime.
             CaptureError: with the user's line. Nothing stays captured then; state, device and
                 eager steps can be used as before.
+            DeviceLost: when that is why it failed.
             PointerMoved: when a tensor moved while the ladder was captured.
             SpansError: when $GRAPHCACHE_SPANS names a folder that can't be written to; the ladder
                 is captured by then.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from graphcache.scopes import listening
 
-from .backend import recording
+from .backend import instantiating, recording
 from .errors import DeviceLost
 from .host_view import host_view
 from .lint import Lint
@@ -158,9 +158,10 @@ class TapeBackend:
                 spans = scopes.spans()
             finally:
                 watch.restore()
-            for tensor in recorder.made:
-                _poison(tensor)
-        return TapeStep(recorder, watch.external, spans)
+            with instantiating():
+                for tensor in recorder.made:
+                    _poison(tensor)
+                return TapeStep(recorder, watch.external, spans)
 
     def host_buffer(self, target: Tensor) -> _TapeBuffer:
         return _TapeBuffer(target)
