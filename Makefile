@@ -4,7 +4,8 @@
 #   REUSE_TORCH=1       when .venv is made: use the torch that PYTHON imports, and what lies beside
 #                       it, instead of installing the pinned one
 #   WORKERS=2           processes that share the tests
-#   ARGS=...            more arguments for test, bench and demo
+#   SANITIZER=...       compute-sanitizer, for sanitize
+#   ARGS=...            more arguments for test, bench, demo and sanitize
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,11 +16,12 @@ PYTHON ?= python3
 ARGS ?=
 TOKENS ?= 48
 WORKERS ?= 2
+SANITIZER ?= compute-sanitizer
 
 # Looked up when a recipe runs. A borrowed torch has a version of its own.
 CONSTRAINTS = $(if $(wildcard $(VENV)/lib/python3*/site-packages/$(BORROWED)),,-c constraints.txt)
 
-.PHONY: setup demo test lint format types bench clean
+.PHONY: setup demo test sanitize lint format types bench clean
 
 setup: $(READY)
 
@@ -48,6 +50,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# The kernels' tests on a GPU, each access of global and shared memory checked. Every tensor is an
+# allocation of its own, or a kernel could stray from one into the next unseen; a graph allows no
+# such allocations, so tests that capture are left out: what they run, the others run too.
+sanitize: $(READY)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --report-api-errors no \
+	    --error-exitcode 1 $(BIN)/python -m pytest tests/ops -m gpu \
+	    -k "not graph and not node and not capture" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

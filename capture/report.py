@@ -86,8 +86,8 @@ class CaptureReport:
         return f"{line}, planned {self.planned_bytes / MIB:.1f} ({self.estimate_error:+.1%})"
 
     def as_json(self) -> dict[str, Any]:
-        """For programs, in bytes and ms."""
-        return {
+        """For programs, in bytes and ms; the plan's error is a share of what was taken."""
+        told: dict[str, Any] = {
             "backend": self.backend,
             "state_bytes": self.state_bytes,
             "weight_bytes": self.weight_bytes,
@@ -103,6 +103,12 @@ class CaptureReport:
                 for cost in self.buckets
             ],
         }
+        error = self.estimate_error
+        if error is not None:
+            told["planned_capture_bytes"] = self.planned_bytes
+            # JSON knows no infinity.
+            told["estimate_error"] = error if math.isfinite(error) else None
+        return told
 
     def __str__(self) -> str:
         return f"{rendered(bucket_table(self))}\n{self.memory_line}"

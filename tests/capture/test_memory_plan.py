@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from capture.memory_plan import SAMPLES, MemoryPlan, _sampled
 from capture.report import BucketCost
 from graphcache import Batch, DecodeState, Field
 from graphcache.errors import InvalidRequest, SchemaError, UnsupportedModel
-from graphcache.models import StepFunction, load_model
+from graphcache.models import DeepseekV4Decoder, StepFunction, load_model
 from tests.capture.support import BIAS, Chain, biased, decode
 from tests.entry_toy import EntryDecoder
-from tests.models.tiny import tiny_model
+from tests.models.small_families import SMALL, small_model
+from tests.models.tiny import tiny_mamba2_model, tiny_model, tiny_v4_model
 from tests.toy import BACKENDS, VOCAB, ToyDecoder, device_of
 
 both = pytest.mark.parametrize("backend", BACKENDS)
@@ -42,6 +44,22 @@ def llama(backend: str) -> Any:
     return load_model(tiny_model().to(device_of(backend)))
 
 
+def family(model_type: str) -> Callable[[str], Any]:
+    return lambda backend: load_model(small_model(model_type).to(device_of(backend)))
+
+
+def deepseek_v4(backend: str) -> Any:
+    # Served with releases of transformers that have it.
+    pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    return DeepseekV4Decoder(tiny_v4_model().to(device_of(backend)))
+
+
+FAMILIES: dict[str, Callable[[str], Any]] = {
+    **{name: family(name) for name in SMALL},
+    "mamba2": lambda backend: load_model(tiny_mamba2_model().to(device_of(backend))),
+    "deepseek_v4": deepseek_v4,
+}
+"""Tiny decoders of every kind that is served."""
 MODELS = {"toy": toy_model, "entries": entry_model, "chain": chain_model, "llama": llama}
 
 
@@ -164,6 +182,28 @@ def test_the_tapes_estimate_is_what_its_recordings_take(name: str, ladder: str) 
         assert report.estimate_error == pytest.approx(0, abs=0.001)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tapes_estimate_of_every_family(name: str) -> None:
+    options = {**OPTIONS, "block_tokens": None, "ladder": Ladder([1, 2, 3, 5])}
+    _, report, runtime = captured_as_planned("tape", FAMILIES[name]("tape"), **options)
+    with runtime:
+        assert report.taken_bytes == report.device_bytes > 0
+        assert report.estimate_error == pytest.approx(0, abs=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ladder", ["uneven", "few"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_estimate_of_every_family_on_a_gpu(name: str, ladder: str) -> None:
+    model = FAMILIES[name]("cuda_graph")
+    options = {**OPTIONS, "block_tokens": None, "max_requests": 24, "ladder": LADDERS[ladder]}
+    plan, report, runtime = captured_as_planned("cuda_graph", model, **options)
+    with runtime:
+        print(f"{name}, {ladder}: {report.memory_line}")
+        off = abs(plan.capture_bytes - report.taken_bytes)
+        assert off <= max(0.1 * report.taken_bytes, 4 * MIB)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ladder", LADDERS)
 @pytest.mark.parametrize("name", [*MODELS, "smollm2 shape"])
@@ -256,11 +296,30 @@ def test_the_report_says_how_far_off_the_plan_was() -> None:
     plain = report(taken_bytes=2 * MIB)
     assert plain.estimate_error is None
     assert str(plain).endswith("weights 3.0 MiB, state 7.0 MiB, captures 2.0 MiB")
+    assert "estimate_error" not in plain.as_json()
     planned = report(taken_bytes=4 * MIB, planned_bytes=5 * MIB)
-    assert planned.estimate_error == 0.25
+    assert planned.estimate_error == planned.as_json()["estimate_error"] == 0.25
+    assert planned.as_json()["planned_capture_bytes"] == 5 * MIB
     assert str(planned).endswith("captures 4.0 MiB, planned 5.0 (+25.0%)")
     assert report(planned_bytes=0).estimate_error == 0
     assert report(planned_bytes=1).estimate_error == math.inf
+    assert report(planned_bytes=1).as_json()["estimate_error"] is None
+
+
+@both
+@pytest.mark.parametrize("captures", [1, 2])
+def test_the_error_is_that_of_the_runtime_that_was_planned(backend: str, captures: int) -> None:
+    """From measured and planned bytes, in the object and in print."""
+    model = toy_model(backend)
+    plan = plan_memory(model, backend=backend, **OPTIONS)
+    with DecodeRuntime(model, backend=backend, **OPTIONS) as runtime:
+        for _ in range(captures):
+            report = runtime.capture(progress=False, plan=plan)
+        assert report.planned_bytes == plan.capture_bytes > 0
+        assert report.estimate_error == plan.capture_bytes / report.taken_bytes - 1
+        assert f"planned {plan.capture_bytes / MIB:.1f}" in str(report)
+        assert f"({report.estimate_error:+.1%})" in str(report)
+        assert runtime.capture(progress=False).estimate_error is None
 
 
 # --- what is refused ------------------------------------------------------------------------------
