@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..errors import SourceLine
 from ..source import line_of_frames
-from ..watch import storage_key, tensors_in
+from ..watch import leaves_of, storage_key, tensors_in
 
 __all__ = ["Entry", "Parting", "Trace", "Why", "first_parting"]
 
@@ -102,7 +101,7 @@ class Trace:
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entry:
         """An operation is about to run."""
-        values = tuple(_shown(leaf) for leaf in tree_leaves((args, dict(kwargs))))
+        values = tuple(_shown(leaf) for leaf in leaves_of((args, kwargs)))
         if func is torch.ops.aten.lift_fresh.default:
             # A tensor made of Python data: what it holds are numbers of Python's.
             self.made[storage_key(args[0])] = len(self.entries)
