@@ -75,7 +75,7 @@ def the_next_row_at_a_blocks_end(device: torch.device, patch: Patch) -> Made:
 
 @fault("reads-past-length", 7)
 def the_second_share_of_a_context(device: torch.device, patch: Patch) -> Made:
-    """From 128 keys on attention is shared, and the last share reads one row too many."""
+    """After 128 keys attention is shared, and a new share's first rows read one row too many."""
     toy = ToyDecoder((None,), device)
 
     def step(batch: Batch) -> Tensor:
@@ -84,8 +84,8 @@ def the_second_share_of_a_context(device: torch.device, patch: Patch) -> Made:
         within = at % store.block_tokens
         last = store.block_tokens - 1
         after = store.pool["layer0.k"][block, 0, (within + 1).clamp(max=last)]
-        shared = ((at >= 128) & (within < last))[:, None]
-        return toy(batch) + torch.where(shared, after.sum(1, keepdim=True), 0.0) * 1e-3
+        begun = ((at >= 128) & (at < 136) & (within < last))[:, None]
+        return toy(batch) + torch.where(begun, after.sum(1, keepdim=True), 0.0) * 1e-3
 
     return served(toy, step), {"max_context": 160}
 
