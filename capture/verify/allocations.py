@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import Tensor
 
-from .case import Case, Request
+from .case import Case
 from .report import Finding
 from .stage import Stage
 
@@ -23,9 +23,8 @@ def allocations(stage: Stage) -> Finding | None:
     and for tensors of the host, replays may not leave ever more tensors alive.
     """
     for bucket in stage.ladder.buckets:
-        rows = range(min(bucket.rows, stage.rows))
-        requests = tuple(Request(key=row, row=row, length=0) for row in rows)
-        case = Case(requests, (tuple(rows),) * (REPLAYS + 1))
+        requests = stage.crowd(bucket.rows, REPLAYS + 1)
+        case = Case(requests, (tuple(range(len(requests))),) * (REPLAYS + 1))
         scene = stage.scene(case)
         # The first sends the batch, and makes what is made once.
         stage.step(scene, 0).tokens()

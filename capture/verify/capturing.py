@@ -65,8 +65,10 @@ def capture_beside_others(stage: Stage, alone: CaptureReport) -> list[Finding]:
     return []
 
 
-def replay_beside_others(stage: Stage, case: Case) -> Finding | None:
-    """Whether replays are others while another thread uses the device."""
+def replay_beside_others(stage: Stage) -> Finding | None:
+    """Whether replays of the smallest and the largest bucket are others beside a busy thread."""
+    requests = stage.crowd(stage.ladder.ceiling, 2)
+    case = Case(requests, ((0,), tuple(range(len(requests)))))
     scene = stage.scene(case)
     alone = stage.run(scene)
     stage.restore(scene.before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import replace
 
 from graphcache import DecodeState
@@ -37,13 +38,15 @@ class Generator:
         self._made = 0
 
     def case(self) -> Case:
-        """The next case. Of the buckets in turn, one in two is filled to its last row."""
+        """The next case, for the buckets in turn: filled to the last row, then with some padding,
+        then with nothing else, since all who are asked for have finished."""
         draw, most = self._random, self._state.max_requests
         buckets = self._ladder.buckets
         rows = buckets[self._made % len(buckets)].rows
-        full = self._made // len(buckets) % 2 == 0
+        kind = self._made // len(buckets) % 3
+        full, idle = kind == 0, kind == 2
         self._made += 1
-        running = rows if full else draw.randint(1, rows)
+        running = rows if full or idle else self._padded(rows)
         count = min(most, max(running, min(MOST_REQUESTS, running + 2)))
         batches = [tuple(draw.sample(range(count), min(running, count)))]
         if full and running > 1:
@@ -51,7 +54,11 @@ class Generator:
             batches.append(batches[0][:-1])
         for _ in range(draw.randrange(MOST_STEPS)):
             batches.append(self._next_batch(batches[-1], count))
-        done = draw.randrange(count) if not full and count > 1 else None
+        done: Collection[int] = ()
+        if idle:
+            done = range(count)
+        elif not full and count > 1:
+            done = (draw.randrange(count),)
         # Who is stepped first, first: every length has its turn.
         order = [*batches[0], *(i for i in range(count) if i not in batches[0])]
         lengths = {index: self._next_length() for index in order}
@@ -61,7 +68,7 @@ class Generator:
                 row=row,
                 length=lengths[index],
                 temperature=draw.choice(TEMPERATURES),
-                finished=index == done,
+                finished=index in done,
             )
             for index, row in enumerate(draw.sample(range(most), count))
         )
@@ -72,6 +79,11 @@ class Generator:
         roomy = [length for length in self._lengths if length + 12 < self._state.max_context]
         rest = [length for length in roomy if length]
         return [0, *self._random.sample(rest, min(count - 1, len(rest)))]
+
+    def _padded(self, rows: int) -> int:
+        """So many rows that a bucket of `rows` serves them with padding, where there are any."""
+        below = max((b.rows for b in self._ladder.buckets if b.rows < rows), default=0)
+        return self._random.randint(below + 1, max(below + 1, rows - 1))
 
     def _next_batch(self, last: tuple[int, ...], count: int) -> tuple[int, ...]:
         """After a batch, what is left when its last rows have gone; or another one."""

@@ -189,7 +189,7 @@ class _Run:
         self._run_trials(stage, generator)
         if self.trials_run == self.trials:
             # Where trials fail, all that follows would fail for the same reason.
-            self._add(replay_beside_others(stage, generator.case()))
+            self._add(replay_beside_others(stage))
             count = 2 + self.trials // TRIALS_A_LIFE
             self._add(lives(stage, generator.some_lengths(count), pristine))
             self._add(draws(stage))

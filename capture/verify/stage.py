@@ -140,6 +140,14 @@ class Stage:
                 self.state.done[request.row].fill_(int(FinishReason.STOP))
         return [self._handles[request.row] for request in case.requests]
 
+    def crowd(self, rows: int, steps: int) -> tuple[Request, ...]:
+        """New requests in the first `rows` slots, or in as many as the blocks suffice for."""
+        blocks = self.state.blocks
+        rows = min(rows, self.rows)
+        if blocks is not None:
+            rows = min(rows, blocks.num_blocks // blocks.blocks_for(steps + 2))
+        return tuple(Request(key=row, row=row, length=0) for row in range(rows))
+
     def scene(self, case: Case, *, leave: int = 0, history: bool = False) -> Scene:
         """Set up a case, and remember how.
 
