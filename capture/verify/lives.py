@@ -125,6 +125,10 @@ def _wipe(stage: Stage, pristine: Snapshot) -> None:
 def _live_through(stage: Stage, rows: Sequence[int], length: int) -> None:
     """Requests live in some slots, step, and are retired."""
     longest = min(length + 7, stage.state.max_context - 2 - STEPS)
+    blocks = stage.state.blocks
+    if blocks is not None:
+        share = blocks.num_blocks // len(rows) * blocks.block_tokens
+        longest = min(longest, share - 2 - STEPS)
     requests = tuple(
         Request(key=900 + row, row=row, length=max(0, longest - row % 3)) for row in rows
     )

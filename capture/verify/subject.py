@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from graphcache.errors import UnsupportedModel
+from graphcache.layout import block_tokens_for
 
 from ..runtime import DecodeRuntime
 
@@ -17,6 +18,8 @@ __all__ = ["Subject", "subject_of"]
 REQUESTS = 4
 LEAST_CONTEXT = 96
 BLOCKS_A_REQUEST = 8
+SHORT_TOKENS = 32
+"""Of requests beside one that has a full context: no check needs more for all at once."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ def subject_of(step_or_runtime: Any, backend: str, options: Mapping[str, Any]) -
     if isinstance(step_or_runtime, DecodeRuntime):
         runtime = step_or_runtime
         mine = {**_options_of(runtime), **given}
-        return Subject(_name_of(runtime.model), runtime.model, mine, runtime)
+        return Subject(
+            _name_of(runtime.model), runtime.model, _with_blocks(runtime.model, mine), runtime
+        )
     model = step_or_runtime
     if not (hasattr(model, "decode") and hasattr(model, "schemas")):
         raise UnsupportedModel(
@@ -63,7 +68,7 @@ def subject_of(step_or_runtime: Any, backend: str, options: Mapping[str, Any]) -
             "of a batch in graphcache.models.StepFunction(step, vocab_size, schemas=...)"
         )
     defaults = {"max_requests": REQUESTS, "max_context": _context_of(model), "backend": backend}
-    return Subject(_name_of(model), model, {**defaults, **given}, None)
+    return Subject(_name_of(model), model, _with_blocks(model, {**defaults, **given}), None)
 
 
 def _options_of(runtime: DecodeRuntime) -> dict[str, Any]:
@@ -77,11 +82,21 @@ def _options_of(runtime: DecodeRuntime) -> dict[str, Any]:
         "sampler": runtime.sampler,
     }
     if state.blocks is not None:
-        width = state.blocks.table.shape[1]
-        enough = width + BLOCKS_A_REQUEST * state.max_requests
         options["block_tokens"] = state.blocks.block_tokens
-        options["kv_blocks"] = min(state.blocks.num_blocks, enough)
+        options["kv_blocks"] = 0
     return options
+
+
+def _with_blocks(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with as many blocks as trials need, if they say how many: no step depends on it."""
+    if options.get("kv_blocks") is None:
+        return options
+    tokens = options.get("block_tokens") or block_tokens_for(model.schemas)
+    context, short = (-(-length // tokens) for length in (options["max_context"], SHORT_TOKENS))
+    return {
+        **options,
+        "kv_blocks": context + max(short, BLOCKS_A_REQUEST) * options["max_requests"],
+    }
 
 
 def _context_of(model: Any) -> int:

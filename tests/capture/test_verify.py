@@ -141,6 +141,16 @@ def test_every_bucket_is_tried_however_few_trials_are_asked_for(backend: str) ->
     assert report.trials == report.asked == 4
 
 
+def test_a_runtime_with_few_blocks_is_verified(backend: str) -> None:
+    """Trials have blocks of their own, as many as they need."""
+    with toy_runtime(backend, kv_blocks=4) as runtime:
+        report = verify(runtime, trials=6)
+    assert report.ok, report
+    model = ToyDecoder(device=device_of(backend)).model()
+    report = verify(model, trials=6, backend=backend, **{**SETTINGS, "kv_blocks": 8})
+    assert report.ok, report
+
+
 def test_a_hazard_that_does_not_matter_is_left_out(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
