@@ -36,6 +36,9 @@ Model = Annotated[
     str, typer.Option(help='"smollm2", a local transformers folder, or a .gguf file.')
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the steps by torch's Inductor before capture.")
+]
 
 app = typer.Typer(
     add_completion=False,
@@ -102,6 +105,7 @@ def generate(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Prompt i draws with seed + i.")] = 0,
     device: Device = "auto",
+    compile: Compile = False,
     max_requests: Annotated[
         int, typer.Option(min=1, help="Most prompts decoded at once; others wait.")
     ] = 64,
@@ -119,7 +123,7 @@ def generate(
 
     started = time.perf_counter()
     with messages.status("loading weights", spinner="dots"):
-        decoder: Any = load_model(model, device=device)
+        decoder: Any = load_model(model, device=device, compile=compile)
     load_s = time.perf_counter() - started
     encode = decoder.encode if raw else decoder.encode_chat
     ids = [encode(text) for text in prompts]
@@ -162,6 +166,7 @@ def capture_ladder(
         typer.Option(min=2, help="Most tokens of a request; 2048, or the model's if fewer."),
     ] = None,
     device: Device = "auto",
+    compile: Compile = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Capture a model's ladder, powers of two up to --max-requests, and report what it took."""
@@ -169,7 +174,7 @@ def capture_ladder(
     from graphcache.models import load_model
 
     with messages.status("loading weights", spinner="dots"):
-        decoder: Any = load_model(model, device=device)
+        decoder: Any = load_model(model, device=device, compile=compile)
     if max_context is None:
         max_context = min(2048, decoder.max_context)
     with DecodeRuntime(decoder, max_requests=max_requests, max_context=max_context) as runtime:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import scopes
 
-__all__ = ["SEPARATOR", "ProbeListener", "probe", "probing"]
+__all__ = ["SEPARATOR", "ProbeListener", "probe", "probing", "unheard"]
 
 SEPARATOR = " / "
 
@@ -52,3 +52,13 @@ def probing(listener: ProbeListener) -> Iterator[None]:
         yield
     finally:
         _thread.listeners = tuple(other for other in _thread.listeners if other is not listener)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Show this thread's probes to nobody for the time of the block."""
+    heard, _thread.listeners = _thread.listeners, ()
+    try:
+        yield
+    finally:
+        _thread.listeners = heard

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from .compiled import compiled
 from .contract import DecodeModel
 from .deepseek_v4 import DeepseekV4Decoder
 from .entry_schemas import read_entry_schemas
@@ -17,6 +18,7 @@ __all__ = [
     "DeepseekV4Decoder",
     "StepFunction",
     "TextStream",
+    "compiled",
     "load_model",
     "read_entry_schemas",
 ]

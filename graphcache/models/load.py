@@ -13,6 +13,7 @@ import torch
 
 from ..errors import UnsupportedModel, UnsupportedPlatform, WeightsError
 from ._hosted import Hosted
+from .compiled import check_compiler, compiled
 from .families import FAMILIES, check_device, family_of, read_schemas
 from .packages import need_packages
 from .weights import check_folder
@@ -32,6 +33,8 @@ def load_model(
     source: str | os.PathLike[str] | PreTrainedModel,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
+    *,
+    compile: bool = False,
     **state: Any,
 ) -> Hosted:
     """Load a decoder from what lies on this machine; nothing is fetched, nothing unpickled.
@@ -47,6 +50,7 @@ def load_model(
             it is.
         dtype: float32, bfloat16 or float16. None is bfloat16 on CUDA and float32 on the CPU; for a
             built model, what it is.
+        compile: compile the steps, see `graphcache.models.compiled`.
         **state: how requests' state is kept, for families that leave a choice. DeepSeek-V4 takes
             `row_format`, `index_format`, `tail_dtype`, `step_width` and `rewind`, see
             `DeepseekV4Decoder`.
@@ -57,11 +61,15 @@ def load_model(
     Raises:
         UnsupportedModel: naming a part that can't be served, or an option that the family doesn't
             take, before memory is taken for weights.
-        UnsupportedPlatform: for a device or package that isn't there, or a format that the device
-            doesn't have.
+        UnsupportedPlatform: for a device, package or compiler that isn't there, or a format that
+            the device doesn't have.
         WeightsError: naming the file that is missing, corrupt or pickled.
     """
     need_packages("transformers", "safetensors")
+    if compile:
+        if isinstance(source, str | os.PathLike):
+            check_compiler(_pick_device(device))
+        return compiled(load_model(source, device, dtype, **state))
     if not isinstance(source, str | os.PathLike):
         return _adopt(source, device, dtype, state)
     place = _pick_device(device)

@@ -305,6 +305,35 @@ def test_any_family_with_a_tokenizer_answers(run: Run, folder: Path, tmp_path: P
     assert answer["tokens"] == answers_by_transformers(tmp_path / "gemma", ["hi ho"], 12)[0]
 
 
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def test_compiled_steps_answer_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = []
+
+    def stand_in(piece: Any, examples: Any, options: Any) -> Any:
+        pieces.append(piece)
+        return piece
+
+    monkeypatch.setattr("torch._inductor.compile", stand_in)
+    settings = ["generate", "--prompt", "hi there", "--max-tokens", 9, "--json"]
+    plain = json.loads(run(*settings).out)
+    assert not pieces
+    found = json.loads(run(*settings, "--compile").out)
+    assert pieces and found["answers"] == plain["answers"]
+    assert found["buckets"][0]["nodes"] < plain["buckets"][0]["nodes"] / 3
+    ladder = json.loads(run("capture", "--max-requests", 1, "--compile", "--json").out)
+    assert ladder["buckets"][0]["nodes"] == found["buckets"][0]["nodes"]
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["capture"]])
+def test_no_compiler(run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ended = run(*command, "--compile")
+    assert ended.code == 1 and ended.out == "" and ended.err.count("\n") == 1
+    assert ended.err.startswith("UnsupportedPlatform: compiling for the CPU needs a C++ compiler")
+
+
 # --- what is wrong --------------------------------------------------------------------------------
 
 
