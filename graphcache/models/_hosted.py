@@ -105,7 +105,7 @@ class Hosted(ABC):
 
 
 def place_of(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-    """The one device and dtype of a model's weights.
+    """The one device of a model's weights, and their dtype but for what stays in float32.
 
     Raises:
         UnsupportedModel: for several, for weights not built, or quantised.
@@ -117,7 +117,13 @@ def place_of(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise UnsupportedModel(f"quantised weights are not served: {name} is {parameter.dtype}")
     devices = {parameter.device for parameter in parameters.values()}
-    dtypes = {parameter.dtype for parameter in parameters.values()}
+    # A few parameters stay in float32 whatever the others are: transformers names them.
+    kept = (*(model._keep_in_fp32_modules_strict or ()), *(model._keep_in_fp32_modules or ()))
+    dtypes = {
+        parameter.dtype
+        for name, parameter in parameters.items()
+        if parameter.dtype != torch.float32 or not any(part in name for part in kept)
+    }
     if len(devices) != 1:
         raise UnsupportedModel(f"weights lie on {_listed(devices)}; one device is served")
     if len(dtypes) != 1:

@@ -270,18 +270,21 @@ def _check_replays(runtime: DecodeRuntime) -> None:
         assert torch.equal(logits_of(runtime, asked, eager=False), eager)
 
 
+@pytest.mark.shows("compiled", family="llama")
 def test_a_compiled_family_answers_as_generate_does() -> None:
     torch.set_num_threads(1)
     compiled_answers("llama", "tape", Ladder([3]))
 
 
 @pytest.mark.gpu
+@pytest.mark.shows("compiled")
 @pytest.mark.parametrize("family", sorted(SMALL))
 def test_every_compiled_family_answers_as_generate_does(family: str) -> None:
     compiled_answers(family, "cuda_graph", Ladder([1, 3]))
 
 
 @pytest.mark.gpu
+@pytest.mark.shows("compiled", dtype=torch.bfloat16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_compiled_family_in_bf16_replays_its_bits(family: str) -> None:
     model = load_model(built(family, "cuda_graph"), dtype=torch.bfloat16, compile=True)

@@ -84,6 +84,7 @@ class _Gaps:
         self.least = min(self.least, float((best[:, -2] - best[:, -1]).min()))
 
 
+@pytest.mark.shows("answers", family="deepseek_v4")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_step_gives_transformers_logits(backend: str) -> None:
     """Prompts of 1 to 130 tokens in one batch, 300 further tokens each, entries in float32."""
@@ -470,6 +471,7 @@ def _runtime(backend: str, rows: int, **options: Any) -> DecodeRuntime:
     return DecodeRuntime(decoder, ladder=Ladder([rows]), backend=backend, **{**settings, **options})
 
 
+@pytest.mark.shows("replays", family="deepseek_v4")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_replay_is_bit_equal_to_eager_at_the_same_bucket(backend: str) -> None:
     """Steps of 3 slots in a bucket of 4, over ends of blocks and both rings' ends, beside a slot

@@ -6,6 +6,7 @@ The oracle is `transformers` alone: one prompt at a time, its cache, its eager a
 from __future__ import annotations
 
 import copy
+from statistics import median
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.toy import BACKENDS, device_of
 
 LENGTHS = (1, 60, 7, 33, 2, 16)
 COUNTS = (40, 12, 30, 24, 9, 33)
-each_family = pytest.mark.parametrize("model_type", sorted(SMALL))
+each_family = pytest.mark.parametrize("family", sorted(SMALL))
 both = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -49,11 +50,12 @@ def test_each_family_that_keeps_k_and_v_is_here() -> None:
     assert sorted(SMALL) == sorted(set(FAMILIES) - {"deepseek_v4", "mamba2"})
 
 
+@pytest.mark.shows("answers")
 @both
 @each_family
-def test_answers_are_those_of_generate(backend: str, model_type: str) -> None:
+def test_answers_are_those_of_generate(backend: str, family: str) -> None:
     torch.set_num_threads(1)
-    model = small_model(model_type).to(device_of(backend))
+    model = small_model(family).to(device_of(backend))
     expected = [own_answer(copy.deepcopy(model), *request) for request in requests()]
     # Past several windows and blocks, and no answer that repeats one token.
     assert max(map(len, expected)) > 3 * WINDOW
@@ -69,10 +71,14 @@ def test_answers_are_those_of_generate(backend: str, model_type: str) -> None:
         audit(runtime.state)
 
 
+@pytest.mark.shows("replays")
 @both
 @each_family
-def test_replays_equal_eager_steps_bit_for_bit(backend: str, model_type: str) -> None:
-    decoder = load_model(small_model(model_type).to(device_of(backend)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_replays_equal_eager_steps_bit_for_bit(
+    backend: str, family: str, dtype: torch.dtype
+) -> None:
+    decoder = load_model(small_model(family).to(device_of(backend)), dtype=dtype)
     with DecodeRuntime(
         decoder, max_requests=3, max_context=64, ladder=Ladder([1, 3]), backend=backend,
         block_tokens=16, keep_logits=True, nvtx=False,
@@ -96,9 +102,46 @@ def logits_of(runtime: DecodeRuntime, slots: list[int], *, eager: bool) -> Tenso
     return result.logits.clone()
 
 
+@pytest.mark.shows("near")
+@both
 @each_family
-def test_a_model_by_itself_runs_as_before(model_type: str) -> None:
-    model = small_model(model_type)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
+def test_logits_are_as_near_to_fp32_as_transformers_own(
+    backend: str, family: str, dtype: torch.dtype
+) -> None:
+    exact = small_model(family).to(device_of(backend))
+    rounded = load_model(copy.deepcopy(exact), dtype=dtype).model
+    own = copy.deepcopy(rounded)
+    own.set_attn_implementation("eager")
+    ours: list[float] = []
+    theirs: list[float] = []
+    with DecodeRuntime(
+        load_model(rounded), max_requests=3, max_context=128, ladder=Ladder([3]), backend=backend,
+        block_tokens=16, keep_logits=True, nvtx=False,
+    ) as runtime:  # fmt: skip
+        runtime.capture(progress=False)
+        texts = [list(prompt) for prompt, _ in requests()[1:4]]
+        slots = [runtime.admit(text, max_tokens=30) for text in texts]
+        for _ in range(20):
+            result = runtime.step(slots)
+            tokens, logits = result.tokens(), result.logits.clone()
+            for text, token, row in zip(texts, tokens, logits, strict=True):
+                if token < 0:
+                    continue
+                ids = torch.tensor([text], device=row.device)
+                with torch.no_grad():
+                    wanted = exact(ids).logits[0, -1]
+                    given = own(ids).logits[0, -1].float()
+                ours.append(float((row.float() - wanted).abs().mean()))
+                theirs.append(float((given - wanted).abs().mean()))
+                text.append(token)
+    assert len(ours) > 30 and float(wanted.std()) > 0.5
+    assert median(ours) < 1.5 * median(theirs)
+
+
+@each_family
+def test_a_model_by_itself_runs_as_before(family: str) -> None:
+    model = small_model(family)
     prompt, count = requests()[3]
     expected = own_answer(copy.deepcopy(model), prompt, count)
     load_model(model)

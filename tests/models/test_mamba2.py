@@ -63,6 +63,7 @@ def make_runtime(model: Any, backend: str, **options: Any) -> DecodeRuntime:
     return runtime
 
 
+@pytest.mark.shows("answers", family="mamba2")
 @pytest.mark.parametrize("chunk", [1, 3, 24, 512])
 def test_answers_are_those_of_generate(backend: str, model: Any, chunk: int) -> None:
     requests = list(zip(prompts(), COUNTS, strict=True))
@@ -92,6 +93,7 @@ def test_other_configs(backend: str, changes: dict[str, Any]) -> None:
         assert answers(runtime, requests, at_once=4, turn=3) == expected
 
 
+@pytest.mark.shows("replays", family="mamba2")
 def test_replays_equal_eager_steps_bit_for_bit(backend: str, model: Any) -> None:
     """Of two forks one goes on by a replay, the other eagerly at the same bucket."""
     options = {"ladder": Ladder([1, 3]), "max_requests": 6, "keep_logits": True}
