@@ -25,6 +25,7 @@ from ..decode_state import DecodeState
 from ..errors import UnsupportedModel, UnsupportedPlatform
 from ..ops._library import register
 from ..ops._triton import HAVE_TRITON
+from ..ops.run_compiled import CompiledPiece
 from ..probes import unheard
 from .program import Program, build_program
 
@@ -65,6 +66,7 @@ class _CompiledDecode:
         self._programs: WeakKeyDictionary[DecodeState, dict[tuple[int, int], Program]] = (
             WeakKeyDictionary()
         )
+        self._known: dict[str, CompiledPiece] = {}
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
@@ -86,7 +88,7 @@ class _CompiledDecode:
             return self._decode(Batch(slots, positions, tokens, q_len, state))
 
         given = (batch.slots, batch.positions, batch.tokens)
-        return _undisturbed(lambda: build_program(decode, given, base), batch.slots)
+        return _undisturbed(lambda: build_program(decode, given, base, self._known), batch.slots)
 
 
 def _undisturbed(build: Callable[[], Program], near: Tensor) -> Program:

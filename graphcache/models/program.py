@@ -99,7 +99,10 @@ class Program:
 
 
 def build_program(
-    step: Callable[..., Tensor], given: Sequence[Tensor], outer_scopes: int = 0
+    step: Callable[..., Tensor],
+    given: Sequence[Tensor],
+    outer_scopes: int = 0,
+    known: dict[str, CompiledPiece] | None = None,
 ) -> Program:
     """Trace a step without running it, cut it at this package's operations, compile the pieces.
 
@@ -107,6 +110,7 @@ def build_program(
         step: of tensors, to a tensor.
         given: of the shapes to trace for.
         outer_scopes: how many scopes are open around it.
+        known: pieces compiled before, by what they are alike in; those compiled now are added.
 
     Raises:
         UnsupportedModel: naming what can't be traced or compiled.
@@ -125,7 +129,7 @@ def build_program(
         for node in part.nodes:
             _check_writes(node, part, owner)
             _check_values(node)
-    known: dict[str, CompiledPiece] = {}
+    known = {} if known is None else known
     for part in parts:
         part.scope = _shared(node.meta.get(SCOPE, ()) for node in part.nodes)
         if not part.alone:

@@ -118,11 +118,17 @@ def test_nothing_is_compiled_twice_or_after_capture(stand_in: StandIn) -> None:
         runtime.capture(progress=False)
         runtime.step(slots).tokens()
         assert len(stand_in.pieces) == count
-        held = len(run_compiled._pieces)
-        assert held >= count
-    # What was compiled for a state goes with it.
-    del runtime
+    held = len(run_compiled._pieces)
+    assert held >= count
+    # Pieces are the model's, whatever the state: a plan's trial pays for the runtime.
+    with runtime_of(model, "tape", max_requests=4) as other:
+        other.capture(progress=False)
+    assert len(stand_in.pieces) == count
+    programs = model.decode._programs
+    assert len(programs) == 2
+    del runtime, other, model
     gc.collect()
+    assert not programs
     assert len(run_compiled._pieces) <= held - count
 
 
