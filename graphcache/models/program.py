@@ -27,6 +27,9 @@ SCOPE = "graphcache_scope"
 OPTIONS = {"triton.cudagraphs": False}
 """The runtime captures; a graph inside a graph can't be."""
 
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+"""How torch calls operations that are nothing but others."""
+
 Values: TypeAlias = dict[fx.Node, Any]
 
 
@@ -92,11 +95,6 @@ class Program:
         result: Tensor = values[self._output]
         return result
 
-    @property
-    def pieces(self) -> list[CompiledPiece]:
-        """Those compiled, in order; layers that are alike share theirs."""
-        return [part.piece for part in self._parts if part.piece is not None]
-
 
 def build_program(
     step: Callable[..., Tensor],
@@ -128,7 +126,6 @@ def build_program(
     for part in parts:
         for node in part.nodes:
             _check_writes(node, part, owner)
-            _check_values(node)
     known = {} if known is None else known
     for part in parts:
         part.scope = _shared(node.meta.get(SCOPE, ()) for node in part.nodes)
@@ -155,7 +152,7 @@ def _trace(
 
         tracer.create_node = create_in_scope
         try:
-            with _NoWritesOutside():
+            with _Refusals():
                 return step(*inputs)
         finally:
             tracer.create_node = create
@@ -165,16 +162,16 @@ def _trace(
         return make_fx(scoped, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
     except GraphCacheError:
         raise
-    except Exception as error:  # torch's, of no common base: a host read, a shape that depends
-        raise UnsupportedModel(
-            f"the step can't be traced to be compiled: {_brief(error)}"
-        ) from error
+    except Exception as error:  # torch's and the model's, of no common base
+        told = UnsupportedModel(f"the step can't be traced to be compiled: {_brief(error)}")
+        # The way to the model's line.
+        raise told.with_traceback(error.__traceback__) from error
     finally:
         scopes.reset(depth)
 
 
-class _NoWritesOutside(TorchDispatchMode):
-    """Refuses writes to tensors that are there, which tracing may carry out."""
+class _Refusals(TorchDispatchMode):
+    """Raises at the operation, and so with the model's line, where one can't be compiled."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -186,12 +183,32 @@ class _NoWritesOutside(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func._schema.is_mutable and func.namespace != NAMESPACE:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        # Below autograd, where a step is traced, operations made of others arrive whole.
+        if func.namespace == "aten" and func.has_kernel_for_dispatch_key(COMPOSITE):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        if func.namespace != NAMESPACE:
+            # Tracing may carry out a write to a tensor that is there.
+            for written in _written(func, args):
+                if isinstance(written, Tensor) and not isinstance(written, FakeTensor):
                     raise _write_refused(func, "lies outside the step")
-        return func(*args, **(kwargs or {}))
+        # Attention is tagged as random for its dropout, which a decoder has not.
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
+            raise UnsupportedModel(
+                f"{func} can't be compiled: every replay would draw the same numbers"
+            )
+        if torch.Tag.data_dependent_output in func.tags:
+            raise _read_refused(func)
+        result = func(*args, **(kwargs or {}))
+        if _is_unknown(result):
+            raise _read_refused(func)
+        return result
+
+
+def _written(func: Any, args: Sequence[Any]) -> list[Any]:
+    """What an operation writes of its arguments."""
+    given = zip(func._schema.arguments, args, strict=False)
+    return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _cut(graph: fx.Graph) -> list[_Part]:
@@ -309,12 +326,9 @@ def _check_writes(node: fx.Node, part: _Part, owner: dict[fx.Node, _Part]) -> No
 
     Anything else would depend on who shares memory with whom, which a compiler may change.
     """
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not hasattr(node.target, "_schema"):
         return
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
+    for value in _written(node.target, node.args):
         for written in _nodes_in(value):
             made_by = owner.get(_origin(written))
             if made_by is not (None if part.alone else part):
@@ -329,19 +343,10 @@ def _write_refused(operation: object, whose: str) -> UnsupportedModel:
     )
 
 
-def _check_values(node: fx.Node) -> None:
-    """What depends on a tensor's values, or on none."""
-    target: Any = node.target
-    tags = getattr(target, "tags", ())
-    if torch.Tag.data_dependent_output in tags or _is_unknown(node.meta.get("val")):
-        raise UnsupportedModel(
-            f"{target} can't be compiled: the host reads a value or a size from a tensor"
-        )
-    # Attention is tagged as random for its dropout, which a decoder has not.
-    if torch.Tag.nondeterministic_seeded in tags and "attention" not in str(target):
-        raise UnsupportedModel(
-            f"{target} can't be compiled: every replay would draw the same numbers"
-        )
+def _read_refused(operation: object) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{operation} can't be compiled: the host reads a value or a size from a tensor"
+    )
 
 
 def _is_unknown(value: Any) -> bool:

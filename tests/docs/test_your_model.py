@@ -17,6 +17,7 @@ from torch import nn
 from capture import CaptureError, DecodeRuntime, Ladder
 from graphcache import Batch
 from graphcache.errors import PrefillFailed, RewindTooFar
+from graphcache.models import compiled
 from tests.books import audit, refused
 from tests.toy import BACKENDS, device_of
 
@@ -196,6 +197,25 @@ def test_an_eager_step_that_fails_midway_is_not_run_again(
         assert runtime.step([other]).tokens() == decoder.answer([1, 2, 3], 1)
         runtime.retire(slot)
         audit(runtime.state)
+
+
+def test_the_page_s_model_compiled_answers_the_same(
+    page: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut into pieces, fields and all; each piece runs as it is, without waiting for a compiler."""
+    pieces: list[Any] = []
+    monkeypatch.setattr("torch._inductor.compile", lambda piece, *_: pieces.append(piece) or piece)
+    decoder = page["Decoder"]().to(device_of(backend))
+    model = compiled(page["CapturedDecoder"](decoder))
+    with DecodeRuntime(model, max_requests=2, backend=backend) as runtime:
+        runtime.capture(progress=False)
+        prompts = [[1, 2, 3], [4] * 20]
+        slots = [runtime.admit(prompt) for prompt in prompts]
+        steps = [runtime.step(slots).tokens() for _ in range(9)]
+    assert pieces
+    assert [list(told) for told in zip(*steps, strict=True)] == [
+        decoder.answer(prompt, 9) for prompt in prompts
+    ]
 
 
 def test_a_step_that_can_not_be_captured_names_the_page_s_line(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,7 +197,11 @@ def _writes_outside(logits: Tensor, batch: Batch) -> Tensor:
     [
         (lambda logits, _: logits * logits.max().item(), "_local_scalar_dense.default can't be"),
         (lambda logits, _: logits + logits.nonzero().sum(), "nonzero.default can't be compiled"),
-        (lambda logits, _: logits if logits.sum() > 0 else -logits, "can't be traced"),
+        (lambda logits, _: logits if logits.sum() > 0 else -logits, "the host reads a value"),
+        (
+            lambda logits, _: logits[torch.ones(3)],
+            "the step can't be traced to be compiled: .*tensors used as ind",
+        ),
         (lambda logits, _: logits + torch.rand_like(logits), "rand_like.default can't be compiled"),
         (
             _writes_outside,
@@ -212,8 +217,9 @@ def test_what_can_not_be_compiled_is_named_before_anything_is_written(
         slot = runtime.admit([3, 4], max_tokens=5)
         with pytest.raises(UnsupportedModel, match=says):
             runtime.step([slot], eager=True)
-        with pytest.raises(CaptureError, match=says):
+        with pytest.raises(CaptureError, match=says) as refused:
             runtime.capture(progress=False)
+    assert Path(__file__).name in str(refused.value.source)
     assert not stand_in.pieces
     assert not outside.any()
 
