@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 import graphcache
-from capture.cli import silence_libraries
+from capture.quiet import silence_libraries
 
 from . import suite
 from .journal import Journal

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from capture import DecodeRuntime, Ladder
-from capture.cli import silence_libraries
 from capture.debug import DebugOptions
+from capture.quiet import silence_libraries
 
 from .subjects import smollm2_shape, two_layers
 from .timing import Sample, alternate, timed

@@ -25,8 +25,12 @@ def _vllm(ceiling: int) -> list[int]:
 
 
 def _sglang(ceiling: int) -> list[int]:
-    """Every size to 8, every second to 32, every fourth to 64, every eighth beyond."""
-    sizes = [*range(1, 9), *range(10, 33, 2), *range(36, 65, 4), *range(72, ceiling + 1, 8)]
+    """1, 2, 4, 8, 12, then every eighth size to 256, every sixteenth to 496, every 32nd beyond.
+
+    Its default without speculative decoding, for which it has a denser list.
+    """
+    eighths, sixteenths = range(16, 257, 8), range(272, 512, 16)
+    sizes = [1, 2, 4, 8, 12, *eighths, *sixteenths, *range(512, ceiling + 1, 32)]
     return [size for size in sizes if size <= ceiling]
 
 

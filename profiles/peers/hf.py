@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from .peer import Decoded, Peer, PeerUnavailable
+from .peer import Decoded, Peer, PeerUnavailable, periods
 from .weights import plain_model
 
 __all__ = ["ContinuousBatching", "Generate"]
@@ -34,10 +33,6 @@ class _Stamps:
 
     def end(self) -> None:
         pass
-
-
-def _periods(stamps: Sequence[int]) -> list[int]:
-    return [after - before for before, after in pairwise(stamps)]
 
 
 class Generate(Peer):
@@ -72,7 +67,7 @@ class Generate(Peer):
             cache_implementation="static",
             streamer=stamps,
         )
-        return Decoded(stamps.tokens, _periods(stamps.stamps))
+        return Decoded(stamps.tokens, periods(stamps.stamps))
 
     def close(self) -> None:
         self._model = None
@@ -141,13 +136,9 @@ class ContinuousBatching(Peer):
         tokens = [list(row) for row in zip(*(o.generated_tokens for o in outputs), strict=True)]
         # Prefills of later prompts run between steps of earlier ones: from where all decode.
         last = outputs[-1].timestamps
-        return Decoded(tokens, [round(took * 1e9) for took in _seconds(last)])
+        return Decoded(tokens, periods([round(stamp * 1e9) for stamp in last]))
 
     def close(self) -> None:
         if self._manager is not None:
             self._manager.stop(block=True, timeout=10.0)
             self._manager.destroy()
-
-
-def _seconds(stamps: Sequence[float]) -> list[float]:
-    return [after - before for before, after in pairwise(stamps)]

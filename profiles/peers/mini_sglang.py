@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .graph import captured
 from .paged import BLOCK_TOKENS, PagedDecoder
-from .peer import SteppedPeer, TokenReader
+from .peer import SteppedPeer, TokenReader, sent
 
 __all__ = ["MiniSglang"]
 
@@ -32,7 +32,6 @@ class MiniSglang(SteppedPeer):
         self._start = len(prompts[0]) - 1
         self._decoder: Any = PagedDecoder(self.hosted, rows, length)
         self._decoder.prefill([prompt[:-1] for prompt in prompts])
-        self._pin = self.device.type == "cuda"
         with torch.device(self.device):
             self._token_pool = torch.zeros((rows, length + 1), dtype=torch.int32)
             self._input_ids = torch.zeros(rows, dtype=torch.int32)
@@ -65,10 +64,10 @@ class MiniSglang(SteppedPeer):
     @torch.inference_mode()
     def step(self) -> None:
         lengths = self._lengths
-        rows = self._sent(list(range(len(lengths))), torch.int64)
-        places = self._sent(lengths, torch.int64)
-        positions = self._sent(lengths, torch.int32)
-        written = self._sent([length + 1 for length in lengths], torch.int64)
+        rows = sent(list(range(len(lengths))), torch.int64, self.device)
+        places = sent(lengths, torch.int64, self.device)
+        positions = sent(lengths, torch.int32, self.device)
+        written = sent([length + 1 for length in lengths], torch.int64, self.device)
         ids = self._token_pool[rows, places]
         out_loc = self._page_table[rows, places]
         count = len(lengths)
@@ -80,11 +79,6 @@ class MiniSglang(SteppedPeer):
         self._token_pool[rows, written] = chosen.to(torch.int32)
         self._reader.send(chosen)
         self._lengths = [length + 1 for length in lengths]
-
-    def _sent(self, values: list[int], dtype: torch.dtype) -> Tensor:
-        """Made in pinned memory, copied without waiting."""
-        made = torch.tensor(values, dtype=dtype, pin_memory=self._pin)
-        return made.to(self.device, non_blocking=True)
 
     def tokens(self) -> list[int]:
         return self._reader.read()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .graph import captured
 from .paged import BLOCK_TOKENS, PagedDecoder
-from .peer import SteppedPeer
+from .peer import SteppedPeer, sent
 
 __all__ = ["NanoVllm"]
 
@@ -51,7 +51,6 @@ class NanoVllm(SteppedPeer):
         self._prompts = prompts
         self._decoder: Any = PagedDecoder(self.hosted, rows, len(prompts[0]) + steps + 1)
         self._decoder.prefill([prompt[:-1] for prompt in prompts])
-        self._pin = self.device.type == "cuda"
         with torch.device(self.device):
             self._input_ids = torch.zeros(rows, dtype=torch.int64)
             self._positions = torch.zeros(rows, dtype=torch.int32)
@@ -61,7 +60,8 @@ class NanoVllm(SteppedPeer):
         self._hidden = torch.zeros_like(
             self._decoder.model.get_input_embeddings().weight[:1]
         ).repeat(rows, 1)
-        self._draw: Any = torch.compile(_sample, dynamic=False) if self._pin else _sample
+        compiles = self.device.type == "cuda"
+        self._draw: Any = torch.compile(_sample, dynamic=False) if compiles else _sample
         self.rewind()
         with torch.no_grad():
             self._replay: Any = captured(self._body, self.device)
@@ -93,11 +93,11 @@ class NanoVllm(SteppedPeer):
             slot_mapping.append(block * BLOCK_TOKENS + last % BLOCK_TOKENS)
         used = max(-(-sequence.length // BLOCK_TOKENS) for sequence in sequences)
         tables = [sequence.blocks[:used] for sequence in sequences]
-        ids = self._sent(input_ids, torch.int64)
-        places = self._sent(positions, torch.int32)
-        slots = self._sent(slot_mapping, torch.int32)
-        lengths = self._sent(context_lens, torch.int32)
-        blocks = self._sent(tables, torch.int32)
+        ids = sent(input_ids, torch.int64, self.device)
+        places = sent(positions, torch.int32, self.device)
+        slots = sent(slot_mapping, torch.int32, self.device)
+        lengths = sent(context_lens, torch.int32, self.device)
+        blocks = sent(tables, torch.int32, self.device)
         rows = len(sequences)
         self._input_ids[:rows] = ids
         self._positions[:rows] = places
@@ -108,13 +108,9 @@ class NanoVllm(SteppedPeer):
         self._decoder.table[:rows, :used] = blocks
         self._replay()
         self._logits = self._decoder.logits(self._hidden[:rows])
-        temperatures = self._sent([sequence.temperature for sequence in sequences], torch.float32)
+        asked = [sequence.temperature for sequence in sequences]
+        temperatures = sent(asked, torch.float32, self.device)
         self._sampled = self._draw(self._logits, temperatures)
-
-    def _sent(self, values: list[Any], dtype: torch.dtype) -> Tensor:
-        """Made in pinned memory, copied without waiting."""
-        made = torch.tensor(values, dtype=dtype, pin_memory=self._pin)
-        return made.to(self.device, non_blocking=True)
 
     def tokens(self) -> list[int]:
         tokens: list[int] = self._sampled.tolist()

@@ -17,7 +17,7 @@ from graphcache.ops.decode_attention import decode_attention
 from graphcache.ops.kv_append import kv_append
 from graphcache.ops.prefill_attention import prefill_attention
 
-from .weights import plain_model
+from .weights import kv_width, plain_model
 
 __all__ = ["BLOCK_TOKENS", "PagedDecoder"]
 
@@ -73,8 +73,7 @@ class PagedDecoder:
     def __init__(self, hosted: Any, rows: int, length: int) -> None:
         self.model = plain_model(hosted, ATTENTION)
         config, like = self.model.config, next(self.model.parameters())
-        heads = config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dim = kv_width(config)
         self.width = -(-length // BLOCK_TOKENS)
         self.blocks = [list(range(row * self.width, (row + 1) * self.width)) for row in range(rows)]
         count = rows * self.width + 1

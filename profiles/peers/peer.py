@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["Decoded", "Peer", "PeerUnavailable", "SteppedPeer", "TokenReader"]
+__all__ = ["Decoded", "Peer", "PeerUnavailable", "SteppedPeer", "TokenReader", "periods", "sent"]
 
 DEPTH = 4
 """Token buffers of a reader; more than the steps that may be unread."""
@@ -35,6 +35,11 @@ class Decoded:
 
     tokens: list[list[int]]
     times_ns: list[int]
+
+
+def periods(stamps: Sequence[int]) -> list[int]:
+    """From each stamp to the next."""
+    return [after - before for before, after in pairwise(stamps)]
 
 
 class Peer(ABC):
@@ -119,7 +124,7 @@ class SteppedPeer(Peer):
                 asked += 1
             tokens.append(self.tokens())
             stamps.append(time.perf_counter_ns())
-        return Decoded(tokens, [after - before for before, after in pairwise(stamps)])
+        return Decoded(tokens, periods(stamps))
 
     def host_ns(self) -> int | None:
         self.synchronize()
@@ -135,6 +140,12 @@ class SteppedPeer(Peer):
             torch.cuda.synchronize()
 
 
+def sent(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Python's numbers on the device: made in pinned memory, copied without waiting."""
+    made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
+
+
 class TokenReader:
     """Tokens to the host without waiting: a copy to pinned memory and an event for each step."""
 
@@ -143,9 +154,7 @@ class TokenReader:
         self._buffers = [
             torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(DEPTH)
         ]
-        self._events: list[Any] = [torch.cuda.Event() if self._cuda else None] * DEPTH
-        if self._cuda:
-            self._events = [torch.cuda.Event() for _ in range(DEPTH)]
+        self._events = [torch.cuda.Event() for _ in range(DEPTH)] if self._cuda else []
         self._sent = 0
         self._unread: deque[int] = deque()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .weights import plain_model
+from .weights import kv_width, plain_model
 
 __all__ = ["StaticDecoder"]
 
@@ -22,8 +22,7 @@ class _StaticKV:
     """K and V of all layers, [rows, kv_heads, length, head_dim] each."""
 
     def __init__(self, config: Any, rows: int, length: int, like: Tensor) -> None:
-        heads = config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dim = kv_width(config)
         shape = (rows, heads, length, dim)
         layers = range(config.num_hidden_layers)
         self.k = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in layers]

@@ -92,10 +92,6 @@ class GraphedCallables(_StaticPeer):
         run: Step = made
         return run
 
-    def close(self) -> None:
-        super().close()
-        torch.compiler.reset()
-
 
 class GptFast(_StaticPeer):
     """gpt-fast's pattern: forward and sampling in one compiled function, its graph torch's own."""

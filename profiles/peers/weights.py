@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["plain_model"]
+__all__ = ["kv_width", "plain_model"]
+
+
+def kv_width(config: Any) -> tuple[int, int]:
+    """Heads of K and V, and the dims of each."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_key_value_heads, dim
 
 
 def plain_model(hosted: Any, attention: str = "sdpa") -> Any:

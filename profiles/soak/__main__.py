@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from capture.cli import silence_libraries
+from capture.quiet import silence_libraries
 from graphcache.models import load_model
 
 from ..bench import describe_machine
