@@ -25,8 +25,8 @@ from graphcache.models.program import build_program
 from graphcache.ops import run_compiled
 from graphcache.probes import probe
 from tests.books import audit, poison
+from tests.models.serving import assert_replays_are_eager_steps, logits_of, own_answer, requests
 from tests.models.small_families import SMALL, small_model
-from tests.models.test_families import logits_of, own_answer, requests
 from tests.models.tiny import tiny_v4_model
 from tests.test_generate_equality import answers
 from tests.toy import BACKENDS, VOCAB, ToyDecoder, device_of
@@ -266,20 +266,8 @@ def compiled_answers(family: str, backend: str, ladder: Ladder) -> None:
         poison(runtime.state)
         runtime.capture(progress=False)
         assert answers(runtime, requests(), at_once=3, turn=4) == expected
-        _check_replays(runtime)
+        assert_replays_are_eager_steps(runtime)
         audit(runtime.state)
-
-
-def _check_replays(runtime: DecodeRuntime) -> None:
-    """Replays have the bits of eager steps of the compiled model."""
-    slots = [runtime.admit(prompt, max_tokens=20) for prompt, _ in requests()[2:5]]
-    for asked in (slots, slots[:2], slots[::-1]):
-        kept = [runtime.checkpoint(slot) for slot in asked]
-        eager = logits_of(runtime, asked, eager=True)
-        for slot, held in zip(asked, kept, strict=True):
-            runtime.rewind(slot, held.length)
-            held.release()
-        assert torch.equal(logits_of(runtime, asked, eager=False), eager)
 
 
 @pytest.mark.shows("compiled", family="llama")
@@ -302,4 +290,4 @@ def test_every_compiled_family_in_bf16_replays_its_bits(family: str) -> None:
     model = load_model(built(family, "cuda_graph"), dtype=torch.bfloat16, compile=True)
     with runtime_of(model, "cuda_graph") as runtime:
         runtime.capture(progress=False)
-        _check_replays(runtime)
+        assert_replays_are_eager_steps(runtime)

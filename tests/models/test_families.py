@@ -11,39 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from capture import DecodeRuntime, Ladder
 from graphcache.errors import UnsupportedModel
 from graphcache.models import load_model
 from graphcache.models.families import FAMILIES, family_of
 from tests.books import audit, poison
-from tests.models.small_families import SMALL, VOCAB, WINDOW, small_model
+from tests.models.serving import assert_replays_are_eager_steps, own_answer, requests
+from tests.models.small_families import SMALL, WINDOW, small_model
 from tests.test_generate_equality import answers
 from tests.toy import BACKENDS, device_of
 
-LENGTHS = (1, 60, 7, 33, 2, 16)
-COUNTS = (40, 12, 30, 24, 9, 33)
 each_family = pytest.mark.parametrize("family", sorted(SMALL))
 both = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def requests() -> list[tuple[list[int], int]]:
-    generator = torch.Generator().manual_seed(8)
-    return [
-        (torch.randint(3, VOCAB, (length,), generator=generator).tolist(), count)
-        for length, count in zip(LENGTHS, COUNTS, strict=True)
-    ]
-
-
-def own_answer(model: Any, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.no_grad():
-        told = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-        )
-    answer: list[int] = told[0, len(prompt) :].tolist()
-    return answer
 
 
 def test_each_family_that_keeps_k_and_v_is_here() -> None:
@@ -85,21 +65,7 @@ def test_replays_equal_eager_steps_bit_for_bit(
     ) as runtime:  # fmt: skip
         poison(runtime.state)
         runtime.capture(progress=False)
-        slots = [runtime.admit(prompt, max_tokens=20) for prompt, _ in requests()[2:5]]
-        for asked in (slots, slots[1:2], slots[:2]):
-            for _ in range(3):
-                kept = [runtime.checkpoint(slot) for slot in asked]
-                eager = logits_of(runtime, asked, eager=True)
-                for slot, held in zip(asked, kept, strict=True):
-                    runtime.rewind(slot, held.length)
-                    held.release()
-                assert torch.equal(logits_of(runtime, asked, eager=False), eager)
-
-
-def logits_of(runtime: DecodeRuntime, slots: list[int], *, eager: bool) -> Tensor:
-    result = runtime.step(slots, eager=eager)
-    result.tokens()
-    return result.logits.clone()
+        assert_replays_are_eager_steps(runtime, rounds=3)
 
 
 @pytest.mark.shows("near")

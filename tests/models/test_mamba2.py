@@ -20,6 +20,7 @@ from graphcache.models.families import read_schemas
 from graphcache.models.mamba2 import Mamba2Decoder
 from graphcache.probes import probing
 from tests.books import audit, poison, refused
+from tests.models.serving import own_answer
 from tests.models.tiny import VOCAB, tiny_mamba2_config, tiny_mamba2_model, tiny_model
 from tests.test_generate_equality import answers
 from tests.toy import BACKENDS, device_of
@@ -42,16 +43,6 @@ def model(backend: str) -> Any:
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(8)
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-def own_answer(model: Any, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.no_grad():
-        told = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-        )
-    answer: list[int] = told[0, len(prompt) :].tolist()
-    return answer
 
 
 def make_runtime(model: Any, backend: str, **options: Any) -> DecodeRuntime:
