@@ -17,6 +17,21 @@ from tests.toy import VOCAB, ToyDecoder, device_of
 BLOCK_TOKENS = 16
 CONTEXT = 64
 
+CALLS: dict[str, Callable[[DecodeRuntime, int], Any]] = {
+    "step": lambda runtime, slot: runtime.step([slot]),
+    "step of none": lambda runtime, slot: runtime.step([]),
+    "admit": lambda runtime, slot: runtime.admit([1]),
+    "open": lambda runtime, slot: runtime.open(),
+    "extend": lambda runtime, slot: runtime.extend(slot, [1]),
+    "retire": lambda runtime, slot: runtime.retire(slot),
+    "fork": lambda runtime, slot: runtime.fork(slot),
+    "rewind": lambda runtime, slot: runtime.rewind(slot, 0),
+    "checkpoint": lambda runtime, slot: runtime.checkpoint(slot),
+    "tokens_of": lambda runtime, slot: runtime.tokens_of(slot),
+    "capture": lambda runtime, slot: runtime.capture(progress=False),
+}
+"""What a host may ask of a runtime, by name."""
+
 
 def toy_runtime(backend: str, toy: ToyDecoder | None = None, **options: Any) -> DecodeRuntime:
     """A runtime of a toy decoder with one full and one windowed layer."""

@@ -28,7 +28,7 @@ PROMPT = [5, 6, 7]
 class Subject:
     """A runtime with a request in the middle of its answer, and all that a failure must leave."""
 
-    def __init__(self, backend: str, **options: Any) -> None:
+    def __init__(self, backend: str) -> None:
         self.toy = ToyDecoder((6,), device_of(backend))
         self.runtime = toy_runtime(backend, self.toy, ladder=Ladder([1, 2]), max_requests=2)
         self.capture()
