@@ -77,8 +77,8 @@ def dsv4(
     layers: Annotated[int, typer.Option(help="Of the stack, from the first on.")] = 43,
 ) -> None:
     """Measure R6, rooflines and the whole stack of attention at DeepSeek-V4-Flash's dims."""
-    from .entry_ratios import entry_rooflines, entry_update_ratios, measured_ceilings
-    from .entry_stack import stack_times
+    from .dsv4.ratios import entry_rooflines, entry_update_ratios, measured_ceilings
+    from .dsv4.stack import stack_times
 
     console = _need_gpu("R6, the rooflines and the stack of attention")
     started = time.perf_counter()

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from .capture_ratio import capture_ratio
-from .gates import step_gates
 from .journal import Journal
-from .padding import padding_of_ladders
-from .peer_ratios import PeerBench
 from .peers import PEERS
-from .ratios import append_ratios, step_ratios
-from .recurrent_ratio import recurrent_ratio
+from .ratios.beside_peers import PeerBench
+from .ratios.captures import capture_ratio
+from .ratios.floor import Ceilings, measured_ceilings, step_floor
+from .ratios.gates import step_gates
+from .ratios.padding import padding_of_ladders
+from .ratios.scans import recurrent_ratio
+from .ratios.steps import append_ratios, step_ratios
 from .results import Failed, PeerRun, Ratio, Record
-from .step_floor import Ceilings, measured_ceilings, step_floor
 from .subjects import CONTEXT, llama_shape, smollm2_shape, two_layers
 
 __all__ = ["run", "subject"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from capture import Ladder
-from profiles.padding import LADDERS, padded_share, padding_of_ladders
+from profiles.ratios.padding import LADDERS, padded_share, padding_of_ladders
 
 
 def test_padding_is_the_mean_share_of_a_step() -> None:

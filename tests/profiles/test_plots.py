@@ -12,8 +12,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from profiles import plots
-from profiles.padding import padding_of_ladders
 from profiles.plots import PlotsUnavailable, draw, main
+from profiles.ratios.padding import padding_of_ladders
 from profiles.results import PeerRun, ResultsError, StepTime
 
 app = Typer()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphcache import DecodeState
-from profiles.entry_stack import kept_bytes
-from profiles.entry_subjects import BLOCK_TOKENS, flash_schemas
+from profiles.dsv4.stack import kept_bytes
+from profiles.dsv4.subjects import BLOCK_TOKENS, flash_schemas
 from profiles.standing import standing_slots
 
 CONTEXT = 4096

@@ -12,8 +12,8 @@ from graphcache.ops.scan_update import scan_update
 from graphcache.ops.slot_rows import read_slots, write_slots
 from graphcache.pool import Field, StatePool
 
-from .results import Ratio
-from .timing import graph_node_us, repeated
+from ..results import Ratio
+from ..timing import graph_node_us, repeated
 
 __all__ = ["MAMBA2_2_7B", "Recurrence", "ScanShape", "recurrent_ratio"]
 

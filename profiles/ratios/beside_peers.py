@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agreement import agreement
-from .peers import Ours, Peer, PeerUnavailable, SteppedPeer
-from .peers.raw_launch import RawLaunch
-from .results import PeerRun, Ratio, Record, Skipped
-from .timing import Sample
+from ..agreement import agreement
+from ..peers import Ours, Peer, PeerUnavailable, SteppedPeer
+from ..peers.raw_launch import RawLaunch
+from ..results import PeerRun, Ratio, Record, Skipped
+from ..timing import Sample
 
 __all__ = ["PeerBench", "peer_prompts"]
 

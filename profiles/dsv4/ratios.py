@@ -13,8 +13,10 @@ from graphcache.ops.absorb import absorb
 from graphcache.ops.entry_attention import entry_attention
 from graphcache.ops.index_select import index_select
 
-from .ceilings import Bandwidth, measured_bandwidth, measured_product_rate
-from .entry_subjects import (
+from ..ceilings import Bandwidth, measured_bandwidth, measured_product_rate
+from ..ratios.steps import Ratio, line_nodes
+from ..timing import graph_node_us, repeated
+from .subjects import (
     DIM,
     HEADS,
     INDEX_DIM,
@@ -27,8 +29,6 @@ from .entry_subjects import (
     rotations,
     step_batch,
 )
-from .ratios import Ratio, line_nodes
-from .timing import graph_node_us, repeated
 
 __all__ = ["Roofline", "entry_rooflines", "entry_update_ratios", "measured_ceilings"]
 

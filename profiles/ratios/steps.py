@@ -15,9 +15,9 @@ from graphcache.ops.kv_append import kv_append
 from graphcache.pool import Field, StatePool
 from graphcache.rows import Fp8TokenRow
 
-from .results import Ratio
-from .subjects import CONTEXT, RawTwin, make_runtime
-from .timing import alternate, graph_node_us
+from ..results import Ratio
+from ..subjects import CONTEXT, RawTwin, make_runtime
+from ..timing import alternate, graph_node_us
 
 __all__ = ["Ratio", "append_ratios", "line_nodes", "step_ratios"]
 

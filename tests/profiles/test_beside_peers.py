@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from profiles import peer_ratios
-from profiles.peer_ratios import PeerBench
 from profiles.peers import Decoded, Ours, Peer, PeerUnavailable
+from profiles.ratios import beside_peers
+from profiles.ratios.beside_peers import PeerBench
+from profiles.ratios.floor import kv_bytes, step_floor, weight_bytes
 from profiles.results import PeerRun, Ratio, Skipped
-from profiles.step_floor import kv_bytes, step_floor, weight_bytes
 from profiles.subjects import two_layers
 
 STEP_NS = 5_000_000_000
@@ -62,9 +62,9 @@ def model() -> Any:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_ratios, "STEPS", 40)
-    monkeypatch.setattr(peer_ratios, "ROUNDS", 1)
-    monkeypatch.setattr(peer_ratios, "HOST_COUNT", 12)
+    monkeypatch.setattr(beside_peers, "STEPS", 40)
+    monkeypatch.setattr(beside_peers, "ROUNDS", 1)
+    monkeypatch.setattr(beside_peers, "HOST_COUNT", 12)
 
 
 @pytest.mark.usefixtures("few_steps")

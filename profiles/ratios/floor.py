@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .ceilings import measured_bandwidth, measured_node_gap
-from .peer_ratios import peer_prompts
-from .peers import Ours
-from .results import Ratio, Record, StepTime
-from .timing import Sample
+from ..ceilings import measured_bandwidth, measured_node_gap
+from ..peers import Ours
+from ..results import Ratio, Record, StepTime
+from ..timing import Sample
+from .beside_peers import peer_prompts
 
 __all__ = ["Ceilings", "kv_bytes", "measured_ceilings", "step_floor", "weight_bytes"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiles.recurrent_ratio import MAMBA2_2_7B, Recurrence, ScanShape, recurrent_ratio
+from profiles.ratios.scans import MAMBA2_2_7B, Recurrence, ScanShape, recurrent_ratio
 
 SMALL = ScanShape(heads=4, dim=6, groups=2, size=8)
 

@@ -12,7 +12,7 @@ from graphcache.models.entry_schemas import read_entry_schemas
 from graphcache.ops.absorb import Compressor, Rotation
 from graphcache.rows import Rows
 
-from .standing import standing_slots
+from ..standing import standing_slots
 
 __all__ = [
     "DIM",

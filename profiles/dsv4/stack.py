@@ -15,8 +15,8 @@ from graphcache import Batch, DecodeState
 from graphcache.models.deepseek_v4 import LayerAttention, Rotations
 from graphcache.ops.absorb import Rotation
 
-from .entry_subjects import INDEX_DIM, TOP_K, WINDOW, flash_config, flash_schemas, long_state
-from .timing import Sample
+from ..timing import Sample
+from .subjects import INDEX_DIM, TOP_K, WINDOW, flash_config, flash_schemas, long_state
 
 __all__ = ["StackTimes", "kept_bytes", "stack_times"]
 

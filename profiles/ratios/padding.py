@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from capture import Ladder
 from capture.ladder import Bucket
 
-from .results import Padding
+from ..results import Padding
 
 __all__ = ["LADDERS", "padded_share", "padding_of_ladders"]
 

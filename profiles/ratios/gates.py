@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .results import Gate
-from .subjects import CONTEXT, make_runtime
+from ..results import Gate
+from ..subjects import CONTEXT, make_runtime
 
 __all__ = ["Gate", "step_gates"]
 

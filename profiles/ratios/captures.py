@@ -11,8 +11,8 @@ import torch
 from capture import DecodeRuntime, Ladder
 from graphcache import PAD_SLOT
 
+from ..results import Ratio
 from .padding import LADDERS
-from .results import Ratio
 
 __all__ = ["capture_ratio"]
 

@@ -1,0 +1,1 @@
+"""What `profiles.bench` measures of whole decode steps: a file for each floor or peer."""
